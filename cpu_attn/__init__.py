@@ -1,0 +1,24 @@
+"""Attention over a paged KV cache that stays where it is, on CPU threads.
+
+Standalone: needs torch tensors and apache-tvm-ffi, nothing else of this project. The compiled part
+is loaded on first use, so importing this package never fails for want of it.
+"""
+
+from cpu_attn.decode import paged_decode
+from cpu_attn.executor import Executor, Job
+from cpu_attn.library import default_threads, isa, supported_isas
+from cpu_attn.paged import SUPPORTED_HEAD_DIMS, PagedKV, PageTable
+from cpu_attn.probe import read_probe_gbps
+
+__all__ = [
+    "SUPPORTED_HEAD_DIMS",
+    "Executor",
+    "Job",
+    "PageTable",
+    "PagedKV",
+    "default_threads",
+    "isa",
+    "paged_decode",
+    "read_probe_gbps",
+    "supported_isas",
+]

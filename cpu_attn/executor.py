@@ -1,0 +1,189 @@
+"""A CPU thread team that runs jobs while Python goes on."""
+
+import itertools
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_attn.decode import DecodeArguments
+from cpu_attn.library import default_threads, library
+from cpu_attn.paged import PagedKV, PageTable, check_cpu, check_last_dim
+
+# How long a wait stays in C++ before Python may handle a signal.
+SIGNAL_SLICE_S = 0.1
+
+
+class Job:
+    """Something submitted to an Executor."""
+
+    def __init__(self, handle: Any, what: str, result: Any, kept: Any) -> None:
+        self._handle = handle
+        self._what = what
+        self._result = result
+        self._kept = kept  # tensors the job reads or writes
+
+    def done(self) -> bool:
+        """Return whether the job has ended, well or with an error."""
+        return self._handle is not None and bool(library().job_done(self._handle))
+
+    def wait(self, timeout_s: float) -> Any:
+        """Block until the job has ended and return its result.
+
+        The GIL is released meanwhile. May be called again, by any thread.
+
+        Returns:
+            (out, lse) of a decode, None of other jobs.
+
+        Raises:
+            TimeoutError: when it has not ended after `timeout_s` seconds; it goes on running.
+            ValueError, RuntimeError: what the job raised.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not library().job_wait(
+            self._handle, max(0.0, min(SIGNAL_SLICE_S, deadline - time.monotonic()))
+        ):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{self._what} has not ended after {timeout_s:g} s")
+        self._kept = None
+        library().job_result(self._handle)
+        return self._result
+
+    @property
+    def seconds(self) -> float:
+        """Run time in seconds as the worker measured it, without the time queued.
+
+        Raises RuntimeError while the job has not ended.
+        """
+        if not self.done():
+            raise RuntimeError(f"{self._what} has not ended")
+        return float(library().job_seconds(self._handle))
+
+
+class Executor:
+    """One thread with an OpenMP team of its own, running jobs in the order submitted.
+
+    Args:
+        threads: size of the team; default: len(cores), or default_threads().
+        cores: one core per thread to pin to. None leaves the threads where the system puts them
+            within the affinity of the creating thread.
+
+    Independent of torch's thread settings. Close it, or use it as a context manager; otherwise it is
+    closed when collected or when the interpreter exits. It does not survive a fork: in the child,
+    submitting raises RuntimeError.
+
+    Raises:
+        ValueError: on fewer than one thread, or cores that repeat, do not match `threads` or lie
+            outside this process's affinity.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, threads: int | None = None, cores: Sequence[int] | None = None) -> None:
+        cores = [] if cores is None else list(cores)
+        if threads is None:
+            threads = len(cores) or default_threads()
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, is {threads}")
+        if cores and (len(cores) != threads or len(set(cores)) != threads):
+            raise ValueError(f"{threads} threads need as many different cores, got {cores}")
+        foreign = sorted(set(cores) - os.sched_getaffinity(0))
+        if foreign:
+            raise ValueError(f"cores {foreign} are outside the affinity of this process")
+        self.threads = threads
+        self.cores = tuple(cores)
+        self.name = f"cpu_attn executor {next(self._numbers)}"
+        self._handle = library().executor_new(threads, tuple(cores))
+        self._pending: deque[Job] = deque()
+        # _pending goes along: its tensors must outlive the job that is running.
+        self._finalizer = weakref.finalize(self, _close, self._handle, self._pending)
+
+    def submit_paged_decode(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        table: PageTable,
+        scale: float,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Job:
+        """Queue paged_decode and return at once; the job's result is (out, lse).
+
+        Arguments as for paged_decode. Tensors that do not fit raise ValueError here, a bad page
+        table raises it from the job's wait(). The tensors are kept alive and must not be written
+        until the job has ended.
+        """
+        return self.submit_arguments(DecodeArguments.check(q, kv, table, scale, out, lse))
+
+    def submit_arguments(self, arguments: DecodeArguments) -> Job:
+        handle = library().submit_decode(self._handle, *arguments.handles())
+        what = f"paged_decode of {arguments.table.batch} requests"
+        return self._track(handle, what, (arguments.out, arguments.lse), arguments)
+
+    def submit_first_touch(self, buffer: Tensor) -> Job:
+        """Queue writing one zero byte to each 4 KiB of `buffer` ([bytes] uint8, contiguous).
+
+        Worker w of n writes the w-th of n contiguous shares, so that on a NUMA host a request
+        laid out over the whole buffer is read by the thread whose node holds it.
+        """
+        check_cpu("buffer", buffer, (torch.uint8,), 1)
+        check_last_dim("buffer", buffer)
+        handle = library().submit_first_touch(self._handle, buffer)
+        return self._track(handle, f"first touch of {len(buffer)} bytes", None, buffer)
+
+    def submit_copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Job:
+        """Queue dst.copy_(src) for each (dst, src), shared out over the team by bytes.
+
+        Each pair has one shape and dtype, CPU, both last dimensions contiguous, other strides free;
+        no two destinations may overlap each other or a source.
+        """
+        lib = library()
+        copies = lib.copy_new()
+        for index, (dst, src) in enumerate(pairs):
+            check_cpu(f"dst {index}", dst, (src.dtype,), src.dim())
+            check_cpu(f"src {index}", src, (dst.dtype,), dst.dim())
+            if dst.shape != src.shape or dst.dim() == 0:
+                raise ValueError(
+                    f"pair {index}: shapes {tuple(dst.shape)} and {tuple(src.shape)} do not match"
+                )
+            check_last_dim(f"dst {index}", dst)
+            check_last_dim(f"src {index}", src)
+            if dst.numel():
+                lib.copy_add(copies, dst.detach(), src.detach())
+        handle = lib.submit_copy(self._handle, copies)
+        return self._track(handle, f"copy of {len(pairs)} tensors", None, tuple(pairs))
+
+    def submit_read(self, buffer: Tensor) -> Job:
+        """Queue reading `buffer` ([bytes] uint8, contiguous) once, for the bandwidth probe."""
+        check_cpu("buffer", buffer, (torch.uint8,), 1)
+        check_last_dim("buffer", buffer)
+        handle = library().submit_read(self._handle, buffer)
+        return self._track(handle, f"read of {len(buffer)} bytes", None, buffer)
+
+    def _track(self, handle: Any, what: str, result: Any, kept: Any) -> Job:
+        job = Job(handle, f"{what} on {self.name}", result, kept)
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        self._pending.append(job)
+        return job
+
+    def close(self) -> None:
+        """End the running job, fail the queued ones with RuntimeError, stop the threads."""
+        self._finalizer()
+
+    def __enter__(self) -> "Executor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _close(handle: Any, pending: "deque[Job]") -> None:
+    library().executor_close(handle)
+    pending.clear()

@@ -1,0 +1,93 @@
+// One thread that runs submitted jobs in order with its own OpenMP team.
+//
+// Hand-off: submit() queues under `mutex_` and signals `wake_`; the thread takes the oldest job, runs
+// it without the lock, drops what the job captured, then sets its result under the job's own mutex
+// and signals `finished`. So once a waiter sees `done`, the job touches no memory of the caller.
+// After a fork the thread exists only in the parent: the child may not lock anything here, hence
+// the process id checks.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu_attn/team.h"
+
+namespace cpu_attn {
+
+// Destroying a condition variable waits for its waiters, and a forked child inherits waiters that
+// do not exist: there the object is leaked.
+struct DeleteInOwner {
+  template <class T>
+  void operator()(T* object) const {
+    if (object->in_owner()) delete object;
+  }
+};
+
+class Job {
+ public:
+  enum class Outcome { kPending, kOk, kInvalid, kFailed };
+
+  explicit Job(std::function<void(Team&)> work);
+  // False on time-out. Throws std::runtime_error in a forked child.
+  bool wait(double seconds) const;
+  bool done() const;
+  // Valid once done.
+  Outcome outcome() const { return outcome_; }
+  const std::string& message() const { return message_; }
+  double seconds() const { return seconds_; }
+  bool in_owner() const;
+
+ private:
+  friend class Executor;
+  void run(Team& team);
+  void settle(Outcome outcome, std::string message, double seconds);
+
+  const pid_t owner_;
+  std::function<void(Team&)> work_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable finished_;
+  Outcome outcome_ = Outcome::kPending;
+  std::string message_;
+  double seconds_ = 0.0;
+};
+
+class Executor {
+ public:
+  // cores: empty (inherit the caller's affinity) or one per thread. Throws when pinning fails.
+  Executor(int threads, std::vector<int> cores);
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  std::shared_ptr<Job> submit(std::function<void(Team&)> work);
+  // Lets the running job end, fails the queued ones, joins the thread. Idempotent.
+  void close();
+  int threads() const { return threads_; }
+  bool in_owner() const;
+
+ private:
+  void loop();
+
+  const pid_t owner_;
+  const int threads_;
+  std::mutex close_mutex_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::shared_ptr<Job>> queue_;
+  bool closing_ = false;
+  std::thread thread_;
+};
+
+// Runs `work` on the calling thread's own team. GNU OpenMP hangs when a forked child reuses the
+// team it inherited, so there a fresh thread runs it.
+void run_direct(int threads, const std::function<void(Team&)>& work);
+
+}  // namespace cpu_attn

@@ -1,0 +1,185 @@
+// Register tiles of decode attention, written once for every instruction set. Include after exactly
+// one isa_*.h; everything here has internal linkage so that no function compiled with wider
+// instructions can be linked into another path.
+//
+// Lane order: a pair load of bfloat16 yields the even elements in its first vector and the odd
+// ones in its second (a shift and a mask, no shuffle). Packed queries and State::acc use the same
+// order within each 2 * kWidth chunk, so dot products need no fix-up; finish() restores it.
+#pragma once
+
+#include <limits>
+
+#include "cpu_attn/types.h"
+
+namespace cpu_attn {
+namespace {
+
+using V = Isa::V;
+constexpr int W = Isa::kWidth;
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+struct Rows {
+  const char* k[kBlockTokens];
+  const char* v[kBlockTokens];
+};
+
+// One KV head of up to kBlockTokens tokens.
+struct Block {
+  Rows rows;
+  int tokens;
+  int head;
+};
+
+template <Dtype D>
+int packed_index(int i, int head_dim) {
+  if (!Isa::kInterleavesBf16 || D != Dtype::kBFloat16) return i;
+  const int chunk = i / (2 * W) * (2 * W);
+  if (chunk + 2 * W > head_dim) return i;
+  return chunk + (i - chunk) / 2 + (i % 2) * W;
+}
+
+template <Dtype QD>
+void widen_row(const char* q, int head_dim, float* out) {
+  for (int i = 0; i < head_dim; i += W) Isa::store(out + i, Isa::load_one<QD>(q + i * dtype_bytes(QD)));
+}
+
+// Scores of Q queries against every row: s[q][t] = q . k[t].
+template <Dtype D, int Q, bool Prefetch>
+void score_tile(const float* q, int d, const Block& block, float* s) {
+  constexpr int T = Isa::kAcc / Q;
+  const int row_bytes = d * dtype_bytes(D);
+  for (int t = 0; t < block.tokens; t += T) {
+    const char* const* k = block.rows.k + t;
+    if (Prefetch) {
+      for (int i = 0; i < T && t + i < block.tokens; ++i)
+        for (int b = 0; b < row_bytes; b += 64) Isa::prefetch(block.rows.v[t + i] + b);
+    }
+    V acc[Q][T];
+#pragma GCC unroll 16
+    for (int j = 0; j < Q; ++j)
+#pragma GCC unroll 16
+      for (int i = 0; i < T; ++i) acc[j][i] = Isa::zero();
+    int c = 0;
+    for (; c + 2 * W <= d; c += 2 * W) {
+      if constexpr (T <= Q) {  // hold the rows in registers, stream the queries
+        V lo[T], hi[T];
+#pragma GCC unroll 16
+        for (int i = 0; i < T; ++i) Isa::load_pair<D>(k[i] + c * dtype_bytes(D), lo[i], hi[i]);
+#pragma GCC unroll 16
+        for (int j = 0; j < Q; ++j) {
+          const V a = Isa::load(q + j * d + c), b = Isa::load(q + j * d + c + W);
+#pragma GCC unroll 16
+          for (int i = 0; i < T; ++i) acc[j][i] = Isa::fma(lo[i], a, acc[j][i]);
+#pragma GCC unroll 16
+          for (int i = 0; i < T; ++i) acc[j][i] = Isa::fma(hi[i], b, acc[j][i]);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < T; ++i) {
+          V lo, hi;
+          Isa::load_pair<D>(k[i] + c * dtype_bytes(D), lo, hi);
+#pragma GCC unroll 16
+          for (int j = 0; j < Q; ++j) {
+            acc[j][i] = Isa::fma(lo, Isa::load(q + j * d + c), acc[j][i]);
+            acc[j][i] = Isa::fma(hi, Isa::load(q + j * d + c + W), acc[j][i]);
+          }
+        }
+      }
+    }
+    if (c < d) {
+#pragma GCC unroll 16
+      for (int i = 0; i < T; ++i) {
+        const V row = Isa::load_one<D>(k[i] + c * dtype_bytes(D));
+#pragma GCC unroll 16
+        for (int j = 0; j < Q; ++j) acc[j][i] = Isa::fma(row, Isa::load(q + j * d + c), acc[j][i]);
+      }
+    }
+    Isa::store_sums<Q, T>(acc, s + t, kBlockTokens);
+  }
+}
+
+// Columns [c, c + N * W) of the running sums of Q queries: acc = acc * rescale + p . v.
+template <Dtype D, int Q, int N>
+void weigh_tile(const float* p, const float* rescale, int d, int c, const Block& block,
+                const Block* next, float* acc) {
+  constexpr int kBytes = N * W * dtype_bytes(D);
+  const int64_t offset = c * dtype_bytes(D);
+  const bool new_line = kBytes >= 64 || offset % 64 == 0;
+  V sum[Q][N];
+#pragma GCC unroll 16
+  for (int j = 0; j < Q; ++j)
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) sum[j][i] = Isa::zero();
+  for (int t = 0; t < block.tokens; ++t) {
+    const char* row = block.rows.v[t] + offset;
+    if (next != nullptr && new_line && t < next->tokens) {
+#pragma GCC unroll 16
+      for (int b = 0; b < kBytes; b += 64) Isa::prefetch(next->rows.k[t] + offset + b);
+    }
+    V v[N];
+    if constexpr (N == 1) {
+      v[0] = Isa::load_one<D>(row);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < N; i += 2)
+        Isa::load_pair<D>(row + i * W * dtype_bytes(D), v[i], v[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < Q; ++j) {
+      const V weight = Isa::set1(p[j * kBlockTokens + t]);
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) sum[j][i] = Isa::fma(v[i], weight, sum[j][i]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int j = 0; j < Q; ++j) {
+    const V factor = Isa::set1(rescale[j]);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      float* a = acc + j * d + c + i * W;
+      Isa::store(a, Isa::fma(Isa::load(a), factor, sum[j][i]));
+    }
+  }
+}
+
+template <Dtype D, int Q>
+void weigh_rows(const float* p, const float* rescale, int d, const Block& block, const Block* next,
+                float* acc) {
+  constexpr int N = Isa::kAcc / Q < 8 ? Isa::kAcc / Q : 8;
+  int c = 0;
+  for (; c + N * W <= d; c += N * W) weigh_tile<D, Q, N>(p, rescale, d, c, block, next, acc);
+  for (; c + 2 * W <= d; c += 2 * W) weigh_tile<D, Q, 2>(p, rescale, d, c, block, next, acc);
+  if (c < d) weigh_tile<D, Q, 1>(p, rescale, d, c, block, next, acc);
+}
+
+// Turns one query's scores into weights; updates its maximum and sum; returns the factor that
+// brings what was accumulated so far to the new maximum.
+float soften_row(float* s, int tokens, float* running_max, float* running_sum) {
+  const int padded = (tokens + W - 1) / W * W;
+  for (int t = tokens; t < padded; ++t) s[t] = kNegInf;
+  V top = Isa::load(s);
+  for (int t = W; t < padded; t += W) top = Isa::max(top, Isa::load(s + t));
+  const float block_max = Isa::reduce_max(top);
+  const float old_max = *running_max;
+  const float new_max = old_max > block_max ? old_max : block_max;
+  // With every score at -inf so far there is nothing to be relative to.
+  const V base = Isa::set1(new_max == kNegInf ? 0.0f : new_max);
+  V total = Isa::zero();
+  for (int t = 0; t < padded; t += W) {
+    const V weight = Isa::exp2(Isa::sub(Isa::load(s + t), base));
+    Isa::store(s + t, weight);
+    total = Isa::add(total, weight);
+  }
+  float factor = 1.0f;
+  if (new_max != old_max) {
+    float lanes[W];
+    Isa::store(lanes, Isa::exp2(Isa::set1(old_max - new_max)));
+    factor = lanes[0];
+  }
+  *running_max = new_max;
+  *running_sum = *running_sum * factor + Isa::reduce_add(total);
+  return factor;
+}
+
+}  // namespace
+}  // namespace cpu_attn

@@ -1,0 +1,79 @@
+// Parallel work of one calling thread: decode attention, copies, first touch, the read probe.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "cpu_attn/plan.h"
+#include "cpu_attn/types.h"
+
+namespace cpu_attn {
+
+struct Kv {
+  std::vector<Region> regions;
+  int32_t page_size = 0, kv_heads = 0, head_dim = 0;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+struct DecodeCall {
+  std::shared_ptr<const Kv> kv;
+  TableView table;
+  const Kernel* kernel;
+  const char* q;                             // [batch, q_heads, head_dim]
+  int64_t q_batch_stride, q_head_stride;     // bytes
+  float* out;                                // [batch, q_heads, head_dim]
+  int64_t out_batch_stride, out_head_stride; // elements
+  float* lse;                                // [batch, q_heads]
+  int64_t lse_batch_stride, lse_head_stride; // elements
+  int32_t q_heads;
+  Dtype q_dtype;
+  float scale;
+};
+
+constexpr int kMaxCopyDims = 6;
+
+// dst[i...] = src[i...]; strides in bytes, the innermost dimension is one run of `row_bytes`.
+struct CopyPair {
+  char* dst;
+  const char* src;
+  int64_t row_bytes;
+  int outer_dims;
+  int64_t shape[kMaxCopyDims];
+  int64_t dst_stride[kMaxCopyDims];
+  int64_t src_stride[kMaxCopyDims];
+
+  int64_t rows() const;
+};
+
+// Not thread-safe; the OpenMP threads belong to whichever thread calls. Every split is fixed by the
+// number of threads asked for, whatever number the runtime grants.
+class Team {
+ public:
+  explicit Team(int threads) : threads_(threads) {}
+  int threads() const { return threads_; }
+
+  void decode(const DecodeCall& call);
+  void copy(const std::vector<CopyPair>& pairs);
+  // Writes a zero to the first byte of every 4 KiB, contiguous shares in worker order.
+  void first_touch(char* data, int64_t bytes);
+  // Reads `bytes`, contiguous shares; returns a checksum that keeps the loads alive.
+  uint64_t read(const Kernel* kernel, const char* data, int64_t bytes);
+  // Binds worker w to cores[w]; returns false when the system refused one.
+  bool pin(const std::vector<int>& cores);
+
+ private:
+  float* arena(size_t floats);
+
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+
+  int threads_;
+  Plan plan_;
+  std::unique_ptr<float, Free> arena_;
+  size_t arena_floats_ = 0;
+};
+
+}  // namespace cpu_attn

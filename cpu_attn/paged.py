@@ -1,0 +1,113 @@
+"""Paged KV and page tables: what the kernel reads, described once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpu_attn.library import library
+
+SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_cpu(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
+    """Raise ValueError unless `tensor` is a CPU tensor of one of `dtypes` with `dims` dimensions."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be a CPU tensor, is on {tensor.device}")
+    if tensor.dtype not in dtypes:
+        wanted = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be of dtype {wanted}, is {tensor.dtype}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} must have {dims} dimensions, has shape {tuple(tensor.shape)}")
+
+
+def check_last_dim(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last dimension of `tensor` is contiguous."""
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, strides {tensor.stride()}")
+
+
+class PagedKV:
+    """One layer's keys and values, spread over one or more regions of memory.
+
+    Args:
+        regions: pairs (k, v) of CPU tensors [pages, page_size, kv_heads, head_dim], bf16, fp16 or
+            fp32, with any strides except a contiguous last dimension: a head-major buffer
+            [pages, kv_heads, page_size, head_dim] is passed as `.permute(0, 2, 1, 3)`. k and v may
+            be views of one buffer, and regions may alias each other. All regions share page_size,
+            kv_heads, head_dim and dtype; their numbers of pages may differ.
+
+    The tensors are kept alive; what they hold may change between calls, their storage may not.
+
+    Raises:
+        ValueError: on a head_dim outside SUPPORTED_HEAD_DIMS, or a tensor that breaks the above.
+    """
+
+    def __init__(self, regions: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if not regions:
+            raise ValueError("PagedKV needs at least one region")
+        first = regions[0][0]
+        for index, (k, v) in enumerate(regions):
+            self._check(index, k, v, first)
+        self.page_size, self.kv_heads, self.head_dim = first.shape[1:]
+        self.dtype = first.dtype
+        self.pages = tuple(k.shape[0] for k, _ in regions)
+        self._tensors = [(k.detach(), v.detach()) for k, v in regions]
+        lib = library()
+        self.handle = lib.kv_new(self.page_size, self.kv_heads, self.head_dim)
+        for k, v in self._tensors:
+            lib.kv_add(self.handle, k, v)
+
+    @staticmethod
+    def _check(index: int, k: Tensor, v: Tensor, first: Tensor) -> None:
+        for name, tensor in ((f"k of region {index}", k), (f"v of region {index}", v)):
+            check_cpu(name, tensor, FLOAT_DTYPES, 4)
+            if tensor.shape[3] not in SUPPORTED_HEAD_DIMS:
+                raise ValueError(
+                    f"head_dim {tensor.shape[3]} is not supported, only {SUPPORTED_HEAD_DIMS}"
+                )
+            if min(tensor.shape[1:3]) < 1:
+                raise ValueError(f"{name} has an empty page, shape {tuple(tensor.shape)}")
+            check_last_dim(name, tensor)
+            if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}, region 0 has pages of"
+                    f" {tuple(first.shape[1:])} {first.dtype}"
+                )
+        if k.shape != v.shape:
+            raise ValueError(
+                f"k and v of region {index} differ: {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+
+
+class PageTable:
+    """The pages of each request of one step, shared by all layers.
+
+    Args:
+        region: [entries] int32, which region of the PagedKV entry i lies in.
+        page: [entries] int32, which page of that region.
+        indptr: [batch + 1] int32; request b owns entries indptr[b] .. indptr[b + 1].
+        lengths: [batch] int32, tokens of request b; they fill its pages in order, every page but
+            the last completely. 0 with no entries is legal.
+
+    All CPU and contiguous; kept alive and read when a decode runs, so they must not change while
+    one is in flight. Shapes and dtypes are checked here, contents by each decode.
+
+    Raises:
+        ValueError: on a wrong dtype, device or shape.
+    """
+
+    def __init__(self, region: Tensor, page: Tensor, indptr: Tensor, lengths: Tensor) -> None:
+        tensors = {"region": region, "page": page, "indptr": indptr, "lengths": lengths}
+        for name, tensor in tensors.items():
+            check_cpu(name, tensor, (torch.int32,), 1)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous")
+        if region.shape != page.shape:
+            raise ValueError(f"{len(region)} regions and {len(page)} pages listed")
+        if len(indptr) != len(lengths) + 1:
+            raise ValueError(f"indptr must have {len(lengths)} + 1 elements, has {len(indptr)}")
+        self.batch = len(lengths)
+        self._tensors = tuple(tensors.values())
+        self.handle = library().table_new(*self._tensors)

@@ -1,0 +1,48 @@
+"""How fast a thread team reads memory, in the process that will run the kernel."""
+
+import mmap
+import statistics
+
+import torch
+from torch import Tensor
+
+from cpu_attn.executor import Executor
+
+PROBE_WAIT_S = 120.0
+
+
+def huge_buffer(size_bytes: int, executor: Executor) -> Tensor:
+    """Return [size_bytes] uint8 in huge pages where the system grants them, touched by the team."""
+    memory = mmap.mmap(-1, size_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    executor.submit_first_touch(buffer).wait(PROBE_WAIT_S)
+    return buffer
+
+
+def read_probe_gbps(
+    size_bytes: int = 1 << 30,
+    *,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    repeats: int = 5,
+) -> float:
+    """Return the median GB/s (1e9 bytes) at which a team reads `size_bytes` of fresh memory.
+
+    Uses `executor`, or a temporary one of `threads`. Choose a size well above the caches.
+    """
+    own = Executor(threads) if executor is None else None
+    team = executor or own
+    try:
+        buffer = huge_buffer(size_bytes, team)
+        buffer.fill_(1)
+        rates = []
+        for _ in range(repeats):
+            job = team.submit_read(buffer)
+            job.wait(PROBE_WAIT_S)
+            rates.append(size_bytes / job.seconds / 1e9)
+        return statistics.median(rates)
+    finally:
+        if own is not None:
+            own.close()

@@ -1,0 +1,148 @@
+#include "cpu_attn/executor.h"
+
+#include <omp.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace cpu_attn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+bool forked = false;
+// At load, not at first use: the inherited team may have been made by someone else.
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+void check_owner(pid_t owner, const char* what) {
+  if (getpid() != owner)
+    throw std::runtime_error(std::string(what) + " belongs to process " + std::to_string(owner) +
+                             ", not to its forked child");
+}
+
+}  // namespace
+
+bool Job::in_owner() const { return getpid() == owner_; }
+bool Executor::in_owner() const { return getpid() == owner_; }
+
+Job::Job(std::function<void(Team&)> work) : owner_(getpid()), work_(std::move(work)) {}
+
+bool Job::wait(double seconds) const {
+  check_owner(owner_, "job");
+  std::unique_lock<std::mutex> lock(mutex_);
+  return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+                            [this] { return outcome_ != Outcome::kPending; });
+}
+
+bool Job::done() const {
+  check_owner(owner_, "job");
+  std::lock_guard<std::mutex> lock(mutex_);
+  return outcome_ != Outcome::kPending;
+}
+
+void Job::run(Team& team) {
+  Outcome outcome = Outcome::kOk;
+  std::string message;
+  const Clock::time_point start = Clock::now();
+  try {
+    work_(team);
+  } catch (const std::invalid_argument& error) {
+    outcome = Outcome::kInvalid;
+    message = error.what();
+  } catch (const std::exception& error) {
+    outcome = Outcome::kFailed;
+    message = error.what();
+  }
+  settle(outcome, std::move(message),
+         std::chrono::duration<double>(Clock::now() - start).count());
+}
+
+void Job::settle(Outcome outcome, std::string message, double seconds) {
+  work_ = nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  message_ = std::move(message);
+  seconds_ = seconds;
+  outcome_ = outcome;
+  finished_.notify_all();
+}
+
+Executor::Executor(int threads, std::vector<int> cores) : owner_(getpid()), threads_(threads) {
+  thread_ = std::thread([this] { loop(); });
+  if (cores.empty()) return;
+  const std::shared_ptr<Job> pinned = submit([cores](Team& team) {
+    if (!team.pin(cores)) throw std::runtime_error("cannot pin a thread to the cores asked for");
+  });
+  pinned->wait(60.0);
+  if (pinned->outcome() == Job::Outcome::kOk) return;
+  close();
+  throw std::runtime_error(pinned->message());
+}
+
+Executor::~Executor() { close(); }
+
+std::shared_ptr<Job> Executor::submit(std::function<void(Team&)> work) {
+  check_owner(owner_, "executor");
+  const std::shared_ptr<Job> job(new Job(std::move(work)), DeleteInOwner());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) throw std::runtime_error("executor is closed");
+    queue_.push_back(job);
+  }
+  wake_.notify_one();
+  return job;
+}
+
+void Executor::close() {
+  if (!in_owner()) return;
+  std::lock_guard<std::mutex> closer(close_mutex_);
+  std::deque<std::shared_ptr<Job>> dropped;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+    dropped.swap(queue_);
+  }
+  wake_.notify_one();
+  for (const auto& job : dropped)
+    job->settle(Job::Outcome::kFailed, "executor was closed before the job ran", 0.0);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Executor::loop() {
+  omp_set_dynamic(0);
+  Team team(threads_);
+  for (;;) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    const std::shared_ptr<Job> job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    job->run(team);
+  }
+}
+
+void run_direct(int threads, const std::function<void(Team&)>& work) {
+  if (!forked || threads == 1) {
+    thread_local std::unique_ptr<Team> team;
+    if (!team || team->threads() != threads) team = std::make_unique<Team>(threads);
+    return work(*team);
+  }
+  std::exception_ptr error;
+  std::thread fresh([&] {
+    try {
+      Team team(threads);
+      work(team);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  fresh.join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace cpu_attn

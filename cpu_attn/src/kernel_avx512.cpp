@@ -1,0 +1,10 @@
+#include "cpu_attn/isa_avx512.h"
+// The instruction set comes first.
+#include "cpu_attn/dispatch.h"
+#include "cpu_attn/kernel_body.h"
+
+namespace cpu_attn {
+
+const Kernel* kernel_avx512() { return kernel(); }
+
+}  // namespace cpu_attn

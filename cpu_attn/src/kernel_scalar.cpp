@@ -1,0 +1,10 @@
+#include "cpu_attn/isa_scalar.h"
+// The instruction set comes first.
+#include "cpu_attn/dispatch.h"
+#include "cpu_attn/kernel_body.h"
+
+namespace cpu_attn {
+
+const Kernel* kernel_scalar() { return kernel(); }
+
+}  // namespace cpu_attn

@@ -1,0 +1,109 @@
+"""SGLang's paged allocator over plain ids whose homes are D, C or T."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import (
+    PagedTokenToKVPoolAllocator,
+    alloc_decode_naive,
+    alloc_extend_naive,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.utils import get_num_new_pages
+
+from sglang_inplacekv.homes import HomeTable
+
+
+class InplaceAllocator(PagedTokenToKVPoolAllocator):
+    """Hands out page-aligned token ids; `size` is the exact capacity in tokens, padding excluded.
+
+    Keeps SGLang's contracts (radix, retraction, idle leak check work on plain ids) and replaces only where a page comes
+    from and goes to.
+    """
+
+    def __init__(self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache, homes: HomeTable) -> None:
+        self.homes = homes
+        self.device_evicted_tokens = 0
+        self._fruitless_evictable: int | None = None
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort=False)
+
+    def clear(self) -> None:
+        self._kvcache.forget_all_pages()
+        self.homes.clear()
+        self.free_group = None
+        self.free_page_ids_group = []
+
+    def available_size(self) -> int:
+        return self.homes.free_pages * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return torch.tensor(list(self.homes.all_free()), dtype=torch.int64, device=self.device)
+
+    def merge_and_sort_free(self) -> None:
+        """Nothing to do: every freed page is on its list at once."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        pages = self._take(need_size // self.page_size)
+        if pages is None:
+            return None
+        return (pages[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)).reshape(-1)
+
+    def alloc_extend(
+        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
+    ) -> torch.Tensor | None:
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu)
+        pages = self._take(num_new_pages)
+        if pages is None:
+            return None
+        out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
+        alloc_extend_naive(prefix_lens, seq_lens, last_loc, pages, out, self.page_size, self.device)
+        return out
+
+    def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc) -> torch.Tensor | None:
+        num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
+        pages = self._take(num_new_pages)
+        if pages is None:
+            return None
+        out = torch.empty(len(seq_lens), dtype=torch.int64, device=self.device)
+        alloc_decode_naive(seq_lens, last_loc, pages, out, self.page_size, num_new_pages)
+        return out
+
+    def _take(self, count: int) -> torch.Tensor | None:
+        pages = self.homes.allocate(count)
+        return None if pages is None else torch.tensor(pages, dtype=torch.int64, device=self.device)
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        # One copy to the host per finish or eviction: the lists live there.
+        pages = torch.cat(page_ids).tolist()
+        self.homes.free(pages)
+        self._kvcache.pages_freed(pages)
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
+        """Evict idle prefix pages until `num_tokens` fit, and until they fit in D.
+
+        SGLang evicts only when everything is short. Here D can be short while the host has room: idle prefixes would
+        then keep D for good and every new request would spill. So while D holds pages that no running request uses, LRU
+        steps go on until D holds the request, nothing is evictable, or D's own size has been evicted by this call.
+        """
+        done = super().evict_to_free_tokens(tree_cache, num_tokens)
+        if tree_cache is not None and tree_cache.supports_prefix_sharing():
+            self._evict_until_device_fits(tree_cache, min(-(-num_tokens // self.page_size), self.homes.sizes.device_pages))
+        return done
+
+    def _evict_until_device_fits(self, tree_cache, wanted_pages: int) -> None:
+        evictable = tree_cache.evictable_size()
+        # A walk that won no D page would win none again until something new became evictable.
+        if self._fruitless_evictable is not None and evictable <= self._fruitless_evictable:
+            return
+        start_pages, lost_tokens = self.homes.device_free_pages, 0
+        cap_tokens = self.homes.sizes.device_pages * self.page_size
+        while self.homes.device_free_pages < wanted_pages and lost_tokens < cap_tokens and self._kvcache.idle_device_pages() > 0:
+            short = wanted_pages - self.homes.device_free_pages
+            evicted = tree_cache.evict(EvictParams(num_tokens=short * self.page_size)).num_tokens_evicted
+            if evicted == 0:
+                break
+            lost_tokens += evicted
+        self.device_evicted_tokens += lost_tokens
+        fruitless = lost_tokens > 0 and self.homes.device_free_pages == start_pages
+        self._fruitless_evictable = tree_cache.evictable_size() if fruitless else None

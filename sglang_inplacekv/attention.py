@@ -1,0 +1,44 @@
+"""Partial attention in torch, with LSE: the arithmetic of the GPU side on hosts without one."""
+
+from __future__ import annotations
+
+import torch
+
+_LOG2E = 1.4426950408889634
+_QUERY_BLOCK = 256  # bounds the score matrix to heads * 256 * keys fp32
+
+
+def partial_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend q over one token set.
+
+    q [queries, q_heads, head_dim], k and v [keys, kv_heads, head_dim], any float dtype, q_heads a multiple of kv_heads;
+    computed in fp32. causal: query i sees keys 0..i (queries = keys). Returns out [queries, q_heads, head_dim] fp32 and
+    lse [queries, q_heads] fp32, base 2; no keys give zeros and -inf.
+    """
+    queries, q_heads, head_dim = q.shape
+    keys, kv_heads, _ = k.shape
+    if keys == 0:
+        return torch.zeros(q.shape, dtype=torch.float32), torch.full((queries, q_heads), -torch.inf)
+    group = q_heads // kv_heads
+    q = q.float().view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3) * (scale * _LOG2E)
+    k, v = k.float().permute(1, 2, 0), v.float().permute(1, 0, 2)
+    out = torch.empty(kv_heads, group, queries, head_dim)
+    lse = torch.empty(kv_heads, group, queries)
+    for start in range(0, queries, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, queries)
+        seen = stop if causal else keys
+        # Heads of a group share k: fold them into the query axis, one product per kv head.
+        block = q[:, :, start:stop].reshape(kv_heads, group * (stop - start), head_dim)
+        scores = (block @ k[:, :, :seen]).view(kv_heads, group, stop - start, seen)
+        if causal:
+            hidden = torch.ones(stop - start, seen, dtype=torch.bool).triu_(start + 1)
+            scores.masked_fill_(hidden, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = torch.exp2(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        mixed = weights.view(kv_heads, group * (stop - start), seen) @ v[:, :seen]
+        out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, head_dim) / total
+        lse[:, :, start:stop] = (torch.log2(total) + top).squeeze(-1)
+    return out.permute(2, 0, 1, 3).reshape(queries, q_heads, head_dim), lse.permute(2, 0, 1).reshape(queries, q_heads)

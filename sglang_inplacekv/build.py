@@ -1,0 +1,61 @@
+"""Construction of the pool, the allocator and the backend inside SGLang's model runner."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+import cpu_attn
+from sglang_inplacekv import hooks
+from sglang_inplacekv.allocator import InplaceAllocator
+from sglang_inplacekv.compat import BACKEND_NAME
+from sglang_inplacekv.config import ConfigError, InplaceConfig
+from sglang_inplacekv.layout import RegionSizes
+from sglang_inplacekv.pool import InplaceMHAPool
+from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.sizing import kv_shape
+
+logger = logging.getLogger(__name__)
+
+
+def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
+    """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
+    if torch.device(kvc.device).type != "cpu":
+        raise ConfigError(f"--device: asked {kvc.device}, possible with {BACKEND_NAME} in this version is cpu")
+    planned: RegionSizes = kvc.inplacekv_sizes
+    if planned.capacity_tokens != sizes.max_total_num_tokens:
+        raise RuntimeError(f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}")
+    from sglang_inplacekv.executors.cpu import CpuExecutor
+
+    config = InplaceConfig.from_env()
+    team = cpu_attn.Executor(threads=config.threads)
+    regions = Regions(config, kv_shape(kvc), planned, team)
+    pool = InplaceMHAPool(
+        regions,
+        CpuExecutor(regions),
+        start_layer=kvc.layer_info.start_layer,
+        end_layer=kvc.layer_info.end_layer,
+        device=kvc.device,
+    )
+    pool.req_to_token_pool = req_to_token_pool
+    logger.info(
+        f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "
+        f"tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
+        f"{planned.tile_pages} pages, page size {planned.page_size}, share target {regions.scope.target_share:g}, "
+        f"CPU attention {cpu_attn.isa()}"
+    )
+    return pool
+
+
+def build_allocator(pool: InplaceMHAPool) -> InplaceAllocator:
+    return InplaceAllocator(pool.size, pool.page_size, pool.dtype, pool.device, pool, pool.regions.homes)
+
+
+def build_backend(runner):
+    """Factory behind `--attention-backend inplacekv`; runs in the scheduler process, and refuses rather than serve wrongly."""
+    from sglang_inplacekv.backend import InplaceAttnBackend, check_model
+
+    hooks.verify()
+    check_model(runner)
+    return InplaceAttnBackend(runner)

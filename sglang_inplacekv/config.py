@@ -1,0 +1,170 @@
+"""Flags and their environment variables.
+
+Every flag `--inplacekv-x` has a twin `SGLANG_INPLACEKV_X`. The command line is copied into the environment, because that
+is what reaches both the spawned scheduler process and `sglang.Engine`, which takes no foreign keyword.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ENV_PREFIX = "SGLANG_INPLACEKV_"
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+
+
+class ConfigError(ValueError):
+    """A flag that was asked for something impossible; the text names flag, asked and possible."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One public flag. `default` is the text a user would have typed."""
+
+    name: str
+    default: str
+    values: str
+    help: str
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper().replace("-", "_")
+
+    @property
+    def option(self) -> str:
+        return "--inplacekv-" + self.name
+
+
+FLAGS = (
+    Flag("host-memory", "auto", "SIZE|auto", "Host memory for the C and T regions, whole server (for example 96GB)."),
+    Flag(
+        "gpu-memory",
+        "auto",
+        "SIZE|NNNtok|auto",
+        "GPU budget per GPU for D homes, windows, P tiles, staging and workspaces (for example 4GB); "
+        "as tokens (4096tok) it counts D homes alone.",
+    ),
+    Flag("cpu-share", "auto", "auto|0..1", "Share of host-resident tokens that the CPU attends."),
+    Flag("policy", "writescope", "writescope", "Placement policy."),
+    Flag("threads", "auto", "auto|N", "CPU attention threads; auto is what affinity and cgroup quota allow."),
+    Flag("admission", "auto", "auto|spill", "Whether a request that does not fit D alone starts at once (spill)."),
+)
+
+# Knobs for tests and measurements: environment only, no compatibility promise.
+TEST_KNOBS = {
+    "TILE_TOKENS": "tokens of one P tile",
+    "JITTER_SEED": "seed of random delays on the copy, flush, write and compute queues; -1 is off",
+    "POISON": "overwrite P tiles, released windows and freed pages with NaN",
+    "WAIT_TIMEOUT_S": "seconds after which any internal wait fails",
+}
+
+
+@dataclass(frozen=True)
+class InplaceConfig:
+    """What the user asked for. Sizes are bytes; None means 'auto'."""
+
+    host_memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_memory_tokens: int | None = None
+    cpu_share: float | None = None
+    policy: str = "writescope"
+    threads: int | None = None
+    admission: str = "auto"
+    tile_tokens: int | None = None
+    jitter_seed: int | None = None
+    poison: bool = False
+    wait_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        share = self.cpu_share
+        if share is not None and not 0.0 <= share <= 1.0:
+            raise ConfigError(f"--inplacekv-cpu-share: asked {share}, possible are auto or a number from 0 to 1")
+        if self.policy != "writescope":
+            raise ConfigError(f"--inplacekv-policy: asked {self.policy!r}, possible is 'writescope'")
+        if self.admission not in ("auto", "spill"):
+            raise ConfigError(
+                f"--inplacekv-admission: asked {self.admission!r}, possible are 'auto' and 'spill' "
+                "(both start a request as soon as its pages fit anywhere)"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--inplacekv-threads: asked {self.threads}, possible are auto or a number from 1")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> InplaceConfig:
+        """Read every flag from `env` (default os.environ); unknown SGLANG_INPLACEKV_* names are refused."""
+        env = os.environ if env is None else env
+        known = {flag.env for flag in FLAGS} | {ENV_PREFIX + knob for knob in TEST_KNOBS}
+        unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in known)
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not a setting; possible are {', '.join(sorted(known))}")
+        text = {flag.name: env.get(flag.env, flag.default).strip() for flag in FLAGS}
+        knob = {name: env.get(ENV_PREFIX + name, "").strip() for name in TEST_KNOBS}
+        gpu_tokens = _parse_tokens(text["gpu-memory"])
+        seed = _parse_int("SGLANG_INPLACEKV_JITTER_SEED", knob["JITTER_SEED"] or "-1", least=-1)
+        tile = knob["TILE_TOKENS"]
+        timeout = knob["WAIT_TIMEOUT_S"]
+        return cls(
+            host_memory_bytes=_parse_size("--inplacekv-host-memory", text["host-memory"]),
+            gpu_memory_bytes=None if gpu_tokens is not None else _parse_size("--inplacekv-gpu-memory", text["gpu-memory"]),
+            gpu_memory_tokens=gpu_tokens,
+            cpu_share=_parse_share(text["cpu-share"]),
+            policy=text["policy"],
+            threads=None if text["threads"] == "auto" else _parse_int("--inplacekv-threads", text["threads"]),
+            admission=text["admission"],
+            tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
+            jitter_seed=None if seed < 0 else seed,
+            poison=_parse_bool("SGLANG_INPLACEKV_POISON", knob["POISON"]),
+            wait_timeout_s=_parse_seconds("SGLANG_INPLACEKV_WAIT_TIMEOUT_S", timeout) if timeout else 120.0,
+        )
+
+
+def _parse_size(option: str, text: str) -> int | None:
+    if text.lower() == "auto":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
+    if not match or match.group(2) not in _UNITS:
+        raise ConfigError(f"{option}: asked {text!r}, possible are auto or a size such as 512MB, 96GB, 4GiB")
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def _parse_tokens(text: str) -> int | None:
+    match = re.fullmatch(r"(\d+)\s*tok(?:ens)?", text.lower())
+    return int(match.group(1)) if match else None
+
+
+def _parse_share(text: str) -> float | None:
+    if text.lower() == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--inplacekv-cpu-share: asked {text!r}, possible are auto or a number from 0 to 1") from None
+
+
+def _parse_int(option: str, text: str, least: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{option}: asked {text!r}, possible is a whole number") from None
+    if least is not None and value < least:
+        raise ConfigError(f"{option}: asked {value}, possible is a whole number from {least}")
+    return value
+
+
+def _parse_seconds(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{option}: asked {text!r}, possible is a number of seconds above 0")
+    return value
+
+
+def _parse_bool(option: str, text: str) -> bool:
+    if text.lower() not in _TRUE | _FALSE:
+        raise ConfigError(f"{option}: asked {text!r}, possible are 0 and 1")
+    return text.lower() in _TRUE

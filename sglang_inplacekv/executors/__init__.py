@@ -1,0 +1,1 @@
+"""Executors: what runs a StepPlan on a given kind of host."""

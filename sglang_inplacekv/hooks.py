@@ -1,0 +1,169 @@
+"""Every hook into SGLang, each with its reason. Registered by the plugin, verified before the server serves.
+
+SGLang logs and swallows whatever goes wrong while hooks are applied. So the attention backend's factory calls `verify`,
+in the scheduler process, and refuses to start unless each of them is live.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_inplacekv import cpu_host
+from sglang_inplacekv.compat import BACKEND_NAME
+from sglang_inplacekv.config import FLAGS
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+
+@dataclass(frozen=True)
+class Hook:
+    target: str
+    kind: HookType
+    function: Callable
+    why: str
+
+
+def _selected() -> bool:
+    from sglang.srt.runtime_context import attention_backends
+
+    return BACKEND_NAME in attention_backends()
+
+
+def _pool_configurator(original, kvc):
+    from sglang_inplacekv.sizing import InplacePoolConfigurator
+
+    return InplacePoolConfigurator(kvc) if _selected() else original(kvc)
+
+
+def _build_pool(original, kvc, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
+    if not _selected():
+        return original(
+            kvc, sizes=sizes, is_dsa_model=is_dsa_model, is_dsv4_model=is_dsv4_model, req_to_token_pool=req_to_token_pool
+        )
+    from sglang_inplacekv.build import build_pool
+
+    return build_pool(kvc, sizes, req_to_token_pool)
+
+
+def _build_allocator(original, kvc, *, token_to_kv_pool, **kwargs):
+    if not _selected():
+        return original(kvc, token_to_kv_pool=token_to_kv_pool, **kwargs)
+    from sglang_inplacekv.build import build_allocator
+
+    return build_allocator(token_to_kv_pool)
+
+
+def _fused_kv_store(original, forward_batch):
+    return False if _selected() else original(forward_batch)
+
+
+def _support_triton(original, backend: str):
+    return False if backend == BACKEND_NAME and cpu_host.is_cpu_host() else original(backend)
+
+
+def _add_cli_args(result, parser, *_):
+    group = parser.add_argument_group("InplaceKV")
+    for flag in FLAGS:
+        group.add_argument(flag.option, type=str, default=None, metavar=flag.values, help=f"{flag.help} [{flag.env}]")
+    return result
+
+
+def _from_cli_args(original, cls, args):
+    for flag in FLAGS:
+        value = getattr(args, flag.option.removeprefix("--").replace("-", "_"), None)
+        if value is not None:
+            os.environ[flag.env] = value
+    return original(cls, args)
+
+
+def _before_resolution(args, *_):
+    from sglang_inplacekv.server_defaults import prepare_server_args
+
+    prepare_server_args(args)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
+        HookType.AROUND,
+        _pool_configurator,
+        "capacity comes from the host and GPU budgets, not from free GPU memory",
+    ),
+    Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool", HookType.AROUND, _build_pool, "SGLang has no seam for a pool class"),
+    Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        HookType.AROUND,
+        _build_allocator,
+        "SGLang has no seam for an allocator class",
+    ),
+    Hook(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        HookType.AROUND,
+        _fused_kv_store,
+        "the fused RoPE and KV store writes to a pool buffer that we do not have",
+    ),
+    Hook(
+        "sglang.srt.utils.common.support_triton",
+        HookType.AROUND,
+        _support_triton,
+        "true for unknown backend names, so that Triton kernels would be launched with no driver",
+    ),
+    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", HookType.AFTER, _add_cli_args, "our flags on the command line"),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        HookType.AROUND,
+        _from_cli_args,
+        "unknown attributes are dropped there; the environment reaches the scheduler",
+    ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        HookType.BEFORE,
+        _before_resolution,
+        "defaults and conflicts; the last moment the CLI and Engine both pass while fields may be set "
+        "(msgspec calls the __post_init__ it saw at class creation, so a hook there never runs)",
+    ),
+)
+
+
+def register() -> None:
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def verify() -> None:
+    """Raise RuntimeError unless every hook that this file declares wraps its target right now."""
+    for name, target in _EXPECTED.items():
+        if not _is_live(globals()[name], target):
+            raise RuntimeError(
+                f"--attention-backend {BACKEND_NAME}: the hook on {target} did not take, so SGLang would run without it; "
+                "see the plugin errors above in the log"
+            )
+
+
+def _is_live(function: Callable, target: str) -> bool:
+    """Whether `function` is among the closures of the wrappers that now stand at `target`."""
+    wrapper = pkgutil.resolve_name(target)
+    wrapper = getattr(wrapper, "__func__", wrapper)
+    while wrapper is not None:
+        if any(cell.cell_contents is function for cell in wrapper.__closure__ or ()):
+            return True
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return False
+
+
+# Apart from HOOKS on purpose: an entry that is lost there must be missed here.
+_EXPECTED = {
+    "_pool_configurator": "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
+    "_build_pool": f"{_CONFIGURATOR}._build_token_to_kv_pool",
+    "_build_allocator": f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+    "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+    "_support_triton": "sglang.srt.utils.common.support_triton",
+    "_add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "_from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
+    "_before_resolution": "sglang.srt.server_args.ServerArgs.resolve_once",
+}

@@ -1,0 +1,174 @@
+"""Page ids, the four regions and the bytes behind them.
+
+Page ids (one id = one page of G tokens, all layers), half-open:
+
+    [0, 1)                       padding page of SGLang; never read, never a home
+    [1, 1 + D)                   homes in GPU memory                              region D
+    [1 + D, 1 + D + H)           homes in host memory, cut into chunks            region C or T, by role[chunk]
+
+Device tensor of one layer, in pages, half-open (same ids for D, so a D page's id is its place):
+
+    [0, 1)                       padding
+    [1, 1 + D)                   D homes
+    [1 + D, 1 + D + W)           decode windows: a private range, never ids, never capacity
+
+Host chunk, layer-major: [layer][page of chunk][K|V] blocks of G * kv_heads * head_dim elements. A block is `[kv_heads][G][d]`
+while the chunk is C and `[G][kv_heads][d]` while it is T. Both layouts of a page cover the same bytes, so a chunk changes role
+without any other page noticing, and one layer's adjacent pages are one copy.
+
+Who owns a request's tokens, as half-open intervals of its n tokens with b = n // G * G:
+
+    [0, b)   full pages          home (D, C or T); a host page not yet flushed is still read from its window
+    [b, n)   open page           D home, or the window owned by the host home page
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_inplacekv.config import ConfigError, InplaceConfig
+
+ROLE_NONE, ROLE_COMPUTE, ROLE_TRANSFER = -1, 0, 1
+MAX_CHUNK_BYTES = 2**30
+MIN_CHUNKS = 16
+DEFAULT_TILE_TOKENS = 2048
+SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+STAGING_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Per-rank KV geometry of a GQA or MHA model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int  # tokens, G
+
+    @property
+    def block_bytes(self) -> int:
+        """K or V of one page of one layer."""
+        return self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """K and V of one page of all layers."""
+        return 2 * self.block_bytes * self.layers
+
+    @property
+    def token_bytes(self) -> int:
+        return self.page_bytes // self.page_size
+
+
+@dataclass(frozen=True)
+class RegionSizes:
+    """Everything the server allocates for KV, in pages."""
+
+    device_pages: int  # D homes
+    window_pages: int  # W
+    host_pages: int  # C + T homes
+    chunk_pages: int
+    tile_pages: int  # of one P tile; there are two
+    page_size: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        return (self.device_pages + self.host_pages) * self.page_size
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.host_pages // self.chunk_pages) if self.host_pages else 0
+
+    @property
+    def first_host_page(self) -> int:
+        return 1 + self.device_pages
+
+    @property
+    def pages(self) -> int:
+        """Ids that exist, padding included."""
+        return 1 + self.device_pages + self.host_pages
+
+    @property
+    def device_tensor_pages(self) -> int:
+        return 1 + self.device_pages + self.window_pages
+
+    def is_device(self, page: int) -> bool:
+        return page < self.first_host_page
+
+    def chunk_of(self, page: int) -> int:
+        return (page - self.first_host_page) // self.chunk_pages
+
+    def slot_of(self, page: int) -> int:
+        """Place of a host page inside its chunk."""
+        return (page - self.first_host_page) % self.chunk_pages
+
+    def chunk_page_range(self, chunk: int) -> range:
+        first = self.first_host_page + chunk * self.chunk_pages
+        return range(first, min(first + self.chunk_pages, self.pages))
+
+
+def window_count(max_running_requests: int) -> int:
+    """One open page per running request, and spares that let new pages open while full ones are being flushed."""
+    return max_running_requests + min(8, max_running_requests)
+
+
+def plan_regions(
+    config: InplaceConfig,
+    shape: KVShape,
+    *,
+    max_running_requests: int,
+    device_bytes_auto: int,
+    host_bytes_auto: int,
+    staging_tokens: int,
+    capacity_tokens: int | None = None,
+) -> RegionSizes:
+    """Turn budgets into pages, or raise ConfigError with the arithmetic.
+
+    device_bytes_auto and host_bytes_auto are what `auto` stands for on this host. staging_tokens is the longest prefill
+    chunk, whose K/V is staged for STAGING_LAYERS layers. capacity_tokens is SGLang's --max-total-tokens: it lowers the
+    host part first, then D.
+    """
+    tile_tokens = config.tile_tokens or DEFAULT_TILE_TOKENS
+    tile_pages = max(1, tile_tokens // shape.page_size)
+    windows = window_count(max_running_requests)
+    device_pages = _device_pages(config, shape, windows, tile_pages, device_bytes_auto, staging_tokens)
+    host_bytes = config.host_memory_bytes if config.host_memory_bytes is not None else host_bytes_auto
+    chunk_pages = max(1, min(MAX_CHUNK_BYTES, host_bytes // MIN_CHUNKS) // shape.page_bytes)
+    host_pages = host_bytes // (chunk_pages * shape.page_bytes) * chunk_pages
+    if host_pages == 0:
+        raise ConfigError(
+            f"--inplacekv-host-memory: asked {host_bytes} bytes, possible is at least one chunk of "
+            f"{chunk_pages * shape.page_bytes} bytes ({chunk_pages} page of {shape.page_size} tokens x {shape.token_bytes} bytes)"
+        )
+    if capacity_tokens is not None:
+        pages = capacity_tokens // shape.page_size
+        host_pages = max(0, min(host_pages, pages - device_pages))
+        device_pages = min(device_pages, pages)
+    return RegionSizes(device_pages, windows, host_pages, chunk_pages, tile_pages, shape.page_size)
+
+
+def _device_pages(
+    config: InplaceConfig, shape: KVShape, windows: int, tile_pages: int, auto_bytes: int, staging_tokens: int
+) -> int:
+    if config.gpu_memory_tokens is not None:
+        if config.gpu_memory_tokens % shape.page_size:
+            raise ConfigError(
+                f"--inplacekv-gpu-memory: asked {config.gpu_memory_tokens}tok, possible are multiples of "
+                f"--page-size {shape.page_size}"
+            )
+        return config.gpu_memory_tokens // shape.page_size
+    budget = config.gpu_memory_bytes if config.gpu_memory_bytes is not None else auto_bytes
+    layer_page = 2 * shape.block_bytes
+    window_bytes, tile_bytes = windows * shape.page_bytes, 2 * tile_pages * layer_page
+    staging_bytes = STAGING_LAYERS * -(-staging_tokens // shape.page_size) * layer_page
+    left = budget - window_bytes - tile_bytes - staging_bytes
+    if left < 0:
+        raise ConfigError(
+            f"--inplacekv-gpu-memory: asked {budget} bytes, possible is at least {budget - left} bytes = {windows} windows "
+            f"{window_bytes} + two P tiles {tile_bytes} + prefill staging {staging_bytes}; lower --max-running-requests, "
+            "--page-size or --chunked-prefill-size to need less"
+        )
+    return left // shape.page_bytes

@@ -1,0 +1,71 @@
+"""Counters of the four regions: Prometheus under `sglang:inplacekv_*`, and one log line now and then."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+_LOG_INTERVAL_STEPS = 40
+_REGIONS = ("D", "C", "T", "window")
+
+
+class StepMetrics:
+    """Observes every forward. Gauges exist, at 0, from the start when SGLang's metrics are on."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self._decode_steps = 0
+        self.effective_share = 0.0
+        self._gauges: dict[str, object] = {}
+        # SGLang sets this directory before it spawns the scheduler, and only with --enable-metrics.
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._create_gauges()
+
+    def _create_gauges(self) -> None:
+        from prometheus_client import Gauge
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> object:
+            return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
+
+        self._gauges = {
+            "tokens": gauge("tokens", "Tokens of allocated pages, by region.", ("region",)),
+            "target": gauge("share_target", "Share of host tokens that the CPU should attend."),
+            "effective": gauge("share_effective", "Share of host tokens that the CPU attended in the last decode step."),
+            "fallback": gauge("region_fallback_pages", "Pages that got the other role for want of room, since start."),
+        }
+        self._gauges["target"].set(self._regions.scope.target_share)
+        for name in ("effective", "fallback"):
+            self._gauges[name].set(0)
+        for region in _REGIONS:
+            self._gauges["tokens"].labels(region).set(0)
+
+    def observe(self, plan: StepPlan) -> None:
+        held = self._regions.tokens_by_region()
+        if plan.is_decode:
+            read = plan.attended_tokens(self._regions.sizes.page_size)
+            host = read["C"] + read["T"]
+            self.effective_share = read["C"] / host if host else 0.0
+            self._decode_steps += 1
+            if self._decode_steps % _LOG_INTERVAL_STEPS == 0:
+                self._log(held)
+        if self._gauges:
+            self._export(held)
+
+    def _log(self, held: dict[str, int]) -> None:
+        scope = self._regions.scope
+        regions = ", ".join(f"{region} {held[region]}" for region in _REGIONS)
+        logger.info(
+            f"InplaceKV decode, share target: {scope.target_share:.2f}, effective: {self.effective_share:.2f}, "
+            f"#tokens: {regions}, #fallback pages: {scope.fallback_pages}"
+        )
+
+    def _export(self, held: dict[str, int]) -> None:
+        for region in _REGIONS:
+            self._gauges["tokens"].labels(region).set(held[region])
+        self._gauges["target"].set(self._regions.scope.target_share)
+        self._gauges["effective"].set(self.effective_share)
+        self._gauges["fallback"].set(self._regions.scope.fallback_pages)

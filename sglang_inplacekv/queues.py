@@ -1,0 +1,62 @@
+"""Work queues: one thread each, in order, with tickets. They stand for the streams of a GPU on hosts that have none."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from sglang_inplacekv.tickets import Ticket, wait_all
+
+# Delays of the jitter mode, seconds: mostly around a kernel's length, now and then longer than a layer.
+_JITTER_SHORT_S, _JITTER_LONG_S, _JITTER_LONG_ODDS = 0.0005, 0.01, 0.05
+
+
+class WorkQueue:
+    """Runs jobs in the order of submission on its own thread.
+
+    A job starts after every ticket in `after` is done, as a stream waits for events. With a jitter seed each job is
+    delayed at random first, so that any missing wait shows as a wrong result.
+    """
+
+    def __init__(self, name: str, wait_timeout_s: float, jitter_seed: int | None = None) -> None:
+        self.name = name
+        self._timeout_s = wait_timeout_s
+        self._jitter = None if jitter_seed is None else random.Random(f"{jitter_seed}/{name}")
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"inplacekv-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, job: Callable[[], None], what: str, after: Sequence[Ticket] = (), ticket: Ticket | None = None
+    ) -> Ticket:
+        """Queue `job`; the returned ticket completes when it has run. `ticket` lets one ticket stand for several jobs'
+        last: an error of this job fails it."""
+        done = ticket or Ticket(what)
+        self._jobs.put((job, what, tuple(after), done))
+        return done
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, what, after, done = item
+            try:
+                wait_all(after, self._timeout_s, f"{self.name} queue, before {what},")
+                self._delay()
+                job()
+            except BaseException as error:  # the waiter raises it, on the thread that can act on it
+                done.fail(error)
+            else:
+                done.complete()
+            del item, job, after, done
+
+    def _delay(self) -> None:
+        if self._jitter is None:
+            return
+        longest = _JITTER_LONG_S if self._jitter.random() < _JITTER_LONG_ODDS else _JITTER_SHORT_S
+        time.sleep(self._jitter.random() * longest)

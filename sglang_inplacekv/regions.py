@@ -1,0 +1,84 @@
+"""The four regions of one rank as one object: homes, windows, host arena and the device tensors. No SGLang in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import cpu_attn
+from sglang_inplacekv.arena import HostArena
+from sglang_inplacekv.config import InplaceConfig
+from sglang_inplacekv.homes import HomeTable
+from sglang_inplacekv.layout import KVShape, RegionSizes
+from sglang_inplacekv.windows import WindowTable
+from sglang_inplacekv.write_scope import WriteScope
+
+
+class Regions:
+    """Owner of all KV bytes.
+
+    device_k[layer], device_v[layer]: [device_tensor_pages * G, kv_heads, head_dim] (D homes and windows). The host arena
+    holds C and T. P belongs to the executor that streams.
+    """
+
+    def __init__(
+        self, config: InplaceConfig, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, device: str = "cpu"
+    ) -> None:
+        self.config, self.shape, self.sizes, self.team = config, shape, sizes, team
+        self.scope = WriteScope.from_config(config.cpu_share)
+        self.homes = HomeTable(sizes, self.scope, config.wait_timeout_s)
+        self.windows = WindowTable(sizes.window_pages, self._window_released)
+        self.arena = HostArena(shape, sizes, team)
+        rows = sizes.device_tensor_pages * shape.page_size
+        self.device_k = [self._device_tensor(rows, device) for _ in range(shape.layers)]
+        self.device_v = [self._device_tensor(rows, device) for _ in range(shape.layers)]
+
+    def _device_tensor(self, rows: int, device: str) -> torch.Tensor:
+        fill = torch.nan if self.config.poison else 0.0
+        return torch.full((rows, self.shape.kv_heads, self.shape.head_dim), fill, dtype=self.shape.dtype, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(t.nbytes for t in self.device_k + self.device_v)
+
+    def tokens_by_region(self) -> dict[str, int]:
+        """Allocated tokens per region (whole pages), and open windows as tokens."""
+        size = self.sizes.page_size
+        return {
+            "D": self.homes.device_used_pages * size,
+            "C": self.scope.compute_pages * size,
+            "T": self.scope.transfer_pages * size,
+            "window": self.windows.open_count * size,
+        }
+
+    def pages_freed(self, pages: Sequence[int]) -> None:
+        """Called after the home table took `pages` back: their windows go too."""
+        for page in pages:
+            self.windows.page_freed(page)
+        if self.config.poison:
+            for page in pages:
+                self._poison_page(page)
+
+    def _poison_page(self, page: int) -> None:
+        if self.sizes.is_device(page):
+            self._poison_device_page(page)
+            return
+        ticket = self.homes.tickets.get(page)
+        if ticket is not None:
+            ticket.wait(self.config.wait_timeout_s, f"poisoning freed page {page}")
+        self.arena.page_bytes_view(page).fill_(torch.nan)
+
+    def _window_released(self, window: int) -> None:
+        if self.config.poison:
+            self._poison_device_page(self.sizes.first_host_page + window)
+
+    def _poison_device_page(self, place: int) -> None:
+        rows = slice(place * self.sizes.page_size, (place + 1) * self.sizes.page_size)
+        for layer in range(self.shape.layers):
+            self.device_k[layer][rows] = torch.nan
+            self.device_v[layer][rows] = torch.nan
+
+    def check_integrity(self) -> None:
+        self.homes.check_integrity()
+        self.windows.check_integrity()

@@ -1,0 +1,144 @@
+"""What one forward writes and reads, region by region. Built once per step on the host, shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_inplacekv.layout import ROLE_COMPUTE
+from sglang_inplacekv.homes import HomeTable
+from sglang_inplacekv.tickets import Ticket
+from sglang_inplacekv.windows import WindowTable
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request's part of a forward: tokens [prefix, length) are new, its pages cover [0, length)."""
+
+    label: str
+    row: int  # of SGLang's req_to_token table
+    pages: np.ndarray  # [ceil(length / G)] int64
+    prefix: int
+    length: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.length - self.prefix
+
+
+@dataclass(frozen=True)
+class HomeWrite:
+    """A host page that is begun and completed in this forward: its tokens go straight home."""
+
+    page: int
+    first_token: int  # of the page, counted over the forward's tokens
+
+
+@dataclass
+class Reads:
+    """Where one request's attended tokens are: disjoint, together all of them."""
+
+    device_slots: np.ndarray  # [n] int64, slots of the device tensor (D homes and windows)
+    compute_pages: np.ndarray  # [n] int64, full pages read in place by the CPU
+    transfer_pages: np.ndarray  # [n] int64, full pages streamed through P
+
+
+@dataclass
+class StepPlan:
+    """One forward. Token indices count over the forward's new tokens, request after request."""
+
+    spans: list[Span]
+    is_decode: bool
+    device_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    device_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    home_writes: list[HomeWrite] = field(default_factory=list)
+    flush_pages: list[int] = field(default_factory=list)  # window pages whose last slot this forward writes
+    reads: list[Reads] = field(default_factory=list)
+    pending: Mapping[int, Ticket] = field(default_factory=dict)  # unfinished writes of pages read from home
+
+    @property
+    def tokens(self) -> int:
+        return sum(span.new_tokens for span in self.spans)
+
+    def token_range(self, index: int) -> slice:
+        """The new tokens of request `index`."""
+        first = sum(span.new_tokens for span in self.spans[:index])
+        return slice(first, first + self.spans[index].new_tokens)
+
+    def attended_tokens(self, page_size: int) -> dict[str, int]:
+        """Tokens read per region in this forward, with multiplicity over requests."""
+        return {
+            "D": sum(len(r.device_slots) for r in self.reads),
+            "C": sum(len(r.compute_pages) for r in self.reads) * page_size,
+            "T": sum(len(r.transfer_pages) for r in self.reads) * page_size,
+        }
+
+
+class Planner:
+    """Builds StepPlans from page ids. Opens windows, so it runs once per forward, before anything is queued."""
+
+    def __init__(self, homes: HomeTable, windows: WindowTable, wait_timeout_s: float) -> None:
+        self.homes, self.windows = homes, windows
+        self.sizes = homes.sizes
+        self._timeout_s = wait_timeout_s
+        self.row_device_pages: dict[int, np.ndarray] = {}
+
+    def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
+        plan = StepPlan(list(spans), is_decode)
+        tokens, slots, first = [], [], 0
+        for span in plan.spans:
+            self._plan_writes(plan, span, first, tokens, slots)
+            first += span.new_tokens
+        plan.device_tokens = np.concatenate(tokens) if tokens else plan.device_tokens
+        plan.device_slots = np.concatenate(slots) if slots else plan.device_slots
+        plan.reads = [self._plan_reads(span, is_decode) for span in plan.spans]
+        outstanding = self.homes.outstanding()
+        if outstanding:
+            home_pages = [np.concatenate((r.compute_pages, r.transfer_pages)) for r in plan.reads]
+            read = set(np.concatenate(home_pages).tolist()) if home_pages else set()
+            plan.pending = {page: ticket for page, ticket in outstanding.items() if page in read}
+        return plan
+
+    def _plan_writes(self, plan: StepPlan, span: Span, first: int, tokens: list, slots: list) -> None:
+        size = self.sizes.page_size
+        for index in range(span.prefix // size, -(-span.length // size)):
+            page = int(span.pages[index])
+            start, end = max(span.prefix, index * size), min(span.length, (index + 1) * size)
+            whole = end - start == size
+            if not self.sizes.is_device(page) and whole and self.windows.window_of(page) is None:
+                plan.home_writes.append(HomeWrite(page, first + start - span.prefix))
+                continue
+            place = page
+            if not self.sizes.is_device(page):
+                window = self.windows.window_of(page)
+                if window is None:
+                    window = self.windows.open(page, self._timeout_s)
+                place = self.sizes.first_host_page + window
+                if end == (index + 1) * size:
+                    plan.flush_pages.append(page)
+            tokens.append(np.arange(first + start - span.prefix, first + end - span.prefix))
+            slots.append(np.arange(place * size + start % size, place * size + start % size + end - start))
+
+    def _plan_reads(self, span: Span, is_decode: bool) -> Reads:
+        size, first_host = self.sizes.page_size, self.sizes.first_host_page
+        read_end = span.length if is_decode else span.prefix
+        ids = np.asarray(span.pages[: -(-read_end // size)], dtype=np.int64)
+        place = np.where(ids < first_host, ids, -1)
+        self.row_device_pages[span.row] = np.asarray(span.pages)[np.asarray(span.pages) < first_host]
+        for index in np.flatnonzero(place < 0):
+            window = self.windows.window_of(int(ids[index]))
+            if window is not None:
+                place[index] = first_host + window
+        on_device = place >= 0
+        device_slots = (place[on_device][:, None] * size + np.arange(size)).reshape(-1)
+        spare = len(ids) * size - read_end
+        if spare:
+            if not on_device[-1]:
+                raise RuntimeError(f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window")
+            device_slots = device_slots[:-spare]
+        home = ids[~on_device]
+        roles = np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
+        computed = roles == ROLE_COMPUTE
+        return Reads(device_slots, home[computed], home[~computed])

@@ -1,0 +1,7 @@
+"""Drive SGLang's own scheduler inside the test process, one configuration after another."""
+
+from .compare import Comparison, compare
+from .requests import Handle, Result
+from .runner import Runner
+
+__all__ = ["Comparison", "Handle", "Result", "Runner", "compare"]

@@ -1,0 +1,216 @@
+"""A server in miniature over Regions and an Executor, without SGLang: requests arrive, extend in chunks, decode, share
+prefixes, finish and are aborted, while every attention output is checked against dense attention over what was written.
+
+SGLang's part (row tables, page-aligned allocation, a prefix cache that keeps full pages) is played here in its simplest form.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import cpu_attn
+from tests.inplacekv.reference import dense_attention
+from sglang_inplacekv.config import InplaceConfig
+from sglang_inplacekv.executors.cpu import CpuExecutor
+from sglang_inplacekv.layout import KVShape, RegionSizes, window_count
+from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.step_plan import Planner, Span
+
+
+@dataclass
+class SimRequest:
+    name: str
+    row: int
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0  # leading pages owned by the cache
+    length: int = 0
+    k: torch.Tensor | None = None  # [layers, length, kv_heads, d]: what was written, in order
+    v: torch.Tensor | None = None
+
+
+@dataclass
+class CachedPrefix:
+    pages: list[int]
+    k: torch.Tensor
+    v: torch.Tensor
+    readers: int = 0
+
+
+class Simulation:
+    """Tolerance 2e-5: fp32 arithmetic of unit-variance values over up to some thousand tokens."""
+
+    def __init__(
+        self,
+        *,
+        share: float,
+        device_pages: int,
+        host_pages: int,
+        seed: int,
+        page_size: int = 4,
+        chunk_pages: int = 3,
+        tile_pages: int = 2,
+        max_running: int = 4,
+        layers: int = 2,
+        jitter: bool = True,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shape = KVShape(layers, 2, 64, torch.float32, page_size)
+        self.q_heads = 6
+        sizes = RegionSizes(device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size)
+        config = InplaceConfig(cpu_share=share, poison=True, jitter_seed=seed if jitter else None, wait_timeout_s=30)
+        self.team = cpu_attn.Executor(threads=2)
+        self.regions = Regions(config, self.shape, sizes, self.team)
+        self.executor = CpuExecutor(self.regions)
+        self.planner = Planner(self.regions.homes, self.regions.windows, config.wait_timeout_s)
+        self.running: list[SimRequest] = []
+        self.cache: list[CachedPrefix] = []
+        self.max_running, self.scale = max_running, 0.125
+        self.free_rows = list(range(1, max_running + 1))
+        self.arrivals = 0
+        self.worst = 0.0
+
+    def close(self) -> None:
+        self.executor.close()
+        self.team.close()
+
+    @property
+    def page_size(self) -> int:
+        return self.shape.page_size
+
+    def random_kv(self, tokens: int) -> torch.Tensor:
+        return torch.randn(self.shape.layers, tokens, self.shape.kv_heads, self.shape.head_dim, generator=self.generator)
+
+    def admit(self, prefix: CachedPrefix | None = None) -> SimRequest:
+        self.arrivals += 1
+        request = SimRequest(f"r{self.arrivals}", self.free_rows.pop())
+        request.k, request.v = self.random_kv(0), self.random_kv(0)
+        if prefix is not None:
+            prefix.readers += 1
+            request.pages, request.shared = list(prefix.pages), len(prefix.pages)
+            request.length = request.shared * self.page_size
+            request.k, request.v = prefix.k, prefix.v
+            request.prefix = prefix
+        self.running.append(request)
+        return request
+
+    def grow(self, request: SimRequest, tokens: int) -> bool:
+        """Allocate room for `tokens` more, as SGLang does: the open page is continued."""
+        wanted = -(-(request.length + tokens) // self.page_size) - len(request.pages)
+        pages = self.regions.homes.allocate(wanted)
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
+    def forward(self, work: list[tuple[SimRequest, int]], is_decode: bool) -> None:
+        """Run one forward that adds `tokens` to each request, and check every layer's output."""
+        spans = [
+            Span(r.name, r.row, np.array(r.pages[: -(-(r.length + n) // self.page_size)]), r.length, r.length + n)
+            for r, n in work
+        ]
+        self.executor.acknowledge()
+        self.executor.begin_forward(self.planner.build(spans, is_decode))
+        for request, tokens in work:
+            request.k = torch.cat((request.k, self.random_kv(tokens)), 1)
+            request.v = torch.cat((request.v, self.random_kv(tokens)), 1)
+        for layer in range(self.shape.layers):
+            self._layer(layer, work, is_decode)
+        self.executor.end_forward()
+        for request, tokens in work:
+            request.length += tokens
+
+    def _layer(self, layer: int, work: list[tuple[SimRequest, int]], is_decode: bool) -> None:
+        k = torch.cat([r.k[layer, r.length :] for r, _ in work])
+        v = torch.cat([r.v[layer, r.length :] for r, _ in work])
+        q = torch.randn(len(k), self.q_heads, self.shape.head_dim, generator=self.generator)
+        self.executor.write_layer(layer, k, v)
+        out = self.executor.decode(layer, q, self.scale) if is_decode else self.executor.extend(layer, q, k, v, self.scale)
+        first = 0
+        for request, tokens in work:
+            wanted = dense_attention(q[first : first + tokens], request.k[layer], request.v[layer], self.scale, request.length)
+            error = (out[first : first + tokens] - wanted).abs().max().item()
+            self.worst = max(self.worst, error)
+            assert error < 2e-5, f"{request.name} layer {layer} tokens {request.length}+{tokens}: error {error}"
+            first += tokens
+
+    def finish(self, request: SimRequest, keep: bool) -> None:
+        """Leave; with `keep` the full pages stay cached for later arrivals."""
+        self.running.remove(request)
+        self.free_rows.append(request.row)
+        full = request.length // self.page_size
+        own = request.pages[request.shared :]
+        if keep and full > request.shared:
+            tokens = full * self.page_size
+            kept = CachedPrefix(request.pages[:full], request.k[:, :tokens], request.v[:, :tokens])
+            kept.base = getattr(request, "prefix", None)
+            kept.own = request.pages[request.shared : full]
+            if kept.base is not None:
+                kept.base.readers += 1
+            self.cache.append(kept)
+            own = request.pages[full:]
+        self._free(own)
+        if hasattr(request, "prefix"):
+            request.prefix.readers -= 1
+
+    def evict(self) -> bool:
+        idle = [entry for entry in self.cache if entry.readers == 0]
+        if not idle:
+            return False
+        entry = self.rng.choice(idle)
+        self.cache.remove(entry)
+        if entry.base is not None:
+            entry.base.readers -= 1
+        self._free(entry.own)
+        return True
+
+    def _free(self, pages: list[int]) -> None:
+        self.regions.homes.free(pages)
+        self.regions.pages_freed(pages)
+
+    def room_for(self, request: SimRequest, tokens: int) -> bool:
+        while not self.grow(request, tokens):
+            if not self.evict():
+                return False
+        return True
+
+    def step(self) -> None:
+        """One scheduler step: arrivals first, else decode, now and then an abort."""
+        if self.free_rows and self.rng.random() < 0.4:
+            self._arrive()
+        elif self.running:
+            self._decode()
+        for request in list(self.running):
+            if self.rng.random() < 0.06:
+                self.finish(request, keep=self.rng.random() < 0.6)
+        self.regions.check_integrity()
+
+    def _arrive(self) -> None:
+        prefix = self.rng.choice(self.cache) if self.cache and self.rng.random() < 0.6 else None
+        request = self.admit(prefix)
+        batch = []
+        for extender in [request, *self.rng.sample(self.running[:-1], k=min(1, len(self.running) - 1))]:
+            tokens = self.rng.choice((1, self.page_size - 1, self.page_size, self.page_size + 1, 3 * self.page_size + 2))
+            if self.room_for(extender, tokens):
+                batch.append((extender, tokens))
+        if not batch or batch[0][0] is not request:
+            self.finish(request, keep=False)
+        if batch:
+            batch = [(r, n) for r, n in batch if r in self.running]
+        if batch:
+            self.forward(batch, is_decode=False)
+
+    def _decode(self) -> None:
+        batch = []
+        for request in list(self.running):
+            if request.length == 0 or self.room_for(request, 1):
+                batch.append((request, 1))
+            else:
+                self.finish(request, keep=False)  # retraction
+        batch = [(r, n) for r, n in batch if r in self.running and r.length > 0]
+        if batch:
+            self.forward(batch, is_decode=True)
