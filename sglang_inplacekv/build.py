@@ -11,10 +11,9 @@ from sglang_inplacekv import hooks
 from sglang_inplacekv.allocator import InplaceAllocator
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
-from sglang_inplacekv.layout import RegionSizes
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.regions import Regions
-from sglang_inplacekv.sizing import kv_shape
+from sglang_inplacekv.sizing import kv_shape, take_planned
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
     if torch.device(kvc.device).type != "cpu":
         raise ConfigError(f"--device: asked {kvc.device}, possible with {BACKEND_NAME} in this version is cpu")
-    planned: RegionSizes = kvc.inplacekv_sizes
+    planned = take_planned(kvc)
     if planned.capacity_tokens != sizes.max_total_num_tokens:
         raise RuntimeError(f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}")
     from sglang_inplacekv.executors.cpu import CpuExecutor

@@ -31,26 +31,36 @@ def kv_shape(kvc) -> KVShape:
     )
 
 
+# SGLang builds the pool later, from token counts alone; its configurator has slots, so the regions wait here.
+_planned: dict[int, RegionSizes] = {}
+
+
+def take_planned(kvc) -> RegionSizes:
+    """The regions last planned for this KVCacheConfigurator."""
+    return _planned.pop(id(kvc))
+
+
 class InplacePoolConfigurator(MemoryPoolConfigurator):
     """Answers SGLang's sizing questions from our budgets and remembers the regions for the pool's construction."""
 
     def __init__(self, kvc) -> None:
         self._kvc = kvc
+        self._available_bytes = 0
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        self._kvc.inplacekv_available_bytes = available_bytes
+        self._available_bytes = available_bytes
         return self._plan(None)
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         return self._plan(max_total_num_tokens)
 
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:
-        sizes = plan_for(self._kvc, capacity_tokens)
-        self._kvc.inplacekv_sizes = sizes
+        sizes = plan_for(self._kvc, self._available_bytes, capacity_tokens)
+        _planned[id(self._kvc)] = sizes
         return MemoryPoolConfig(max_total_num_tokens=sizes.capacity_tokens)
 
 
-def plan_for(kvc, capacity_tokens: int | None) -> RegionSizes:
+def plan_for(kvc, available_bytes: int, capacity_tokens: int | None) -> RegionSizes:
     config, shape, schedule = InplaceConfig.from_env(), kv_shape(kvc), get_schedule()
     on_cpu = torch.device(kvc.device).type == "cpu"
     host_available = host_memory_available()
@@ -61,7 +71,7 @@ def plan_for(kvc, capacity_tokens: int | None) -> RegionSizes:
         config,
         shape,
         max_running_requests=schedule.max_running_requests,
-        device_bytes_auto=min(kvc.inplacekv_available_bytes, _CPU_DEVICE_BYTES) if on_cpu else kvc.inplacekv_available_bytes,
+        device_bytes_auto=min(available_bytes, _CPU_DEVICE_BYTES) if on_cpu else available_bytes,
         host_bytes_auto=host_auto,
         staging_tokens=chunk if chunk and chunk > 0 else kvc.model_config.context_len,
         capacity_tokens=capacity_tokens,

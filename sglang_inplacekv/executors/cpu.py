@@ -12,6 +12,7 @@ and flushes really are asynchronous; only the arithmetic of the device side is t
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 import numpy as np
@@ -53,6 +54,8 @@ class CpuExecutor(Executor):
         self._tiles = [torch.full((regions.sizes.tile_pages, 2, block), fill, dtype=shape.dtype) for _ in range(2)]
         self._kv = [regions.arena.attention_regions(layer) for layer in range(shape.layers)]
         self._plan: StepPlan | None = None
+        # Threads would otherwise outlive a server that was shut down inside a living process.
+        self._finalizer = weakref.finalize(self, _close_queues, self._copy, self._write, self._flush, self._compute)
 
     def acknowledge(self) -> None:
         self.regions.windows.acknowledge()
@@ -217,5 +220,9 @@ class CpuExecutor(Executor):
         self.acknowledge()
 
     def close(self) -> None:
-        for queue in (self._copy, self._write, self._flush, self._compute):
-            queue.close()
+        self._finalizer()
+
+
+def _close_queues(*queues: WorkQueue) -> None:
+    for queue in queues:
+        queue.close()
