@@ -85,7 +85,9 @@ class HostArena:
         """`[layers, 2, block]` of one host page."""
         return self._chunks[self.sizes.chunk_of(page)][:, self.sizes.slot_of(page)]
 
-    def attention_regions(self, layer: int) -> cpu_attn.PagedKV:
+    def attention_regions(self, layer: int) -> cpu_attn.PagedKV | None:
+        if not self._chunks:
+            return None
         regions = []
         for chunk in range(self.sizes.chunks):
             compute = self.compute_view(chunk, layer).permute(0, 1, 3, 2, 4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_inplacekv import cpu_host
 from sglang_inplacekv.compat import BACKEND_NAME
-from sglang_inplacekv.config import FLAGS
+from sglang_inplacekv.config import FLAGS, ConfigError
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
@@ -73,7 +74,12 @@ def _add_cli_args(result, parser, *_):
     return result
 
 
+_came_from_cli = False
+
+
 def _from_cli_args(original, cls, args):
+    global _came_from_cli
+    _came_from_cli = True
     for flag in FLAGS:
         value = getattr(args, flag.option.removeprefix("--").replace("-", "_"), None)
         if value is not None:
@@ -84,7 +90,15 @@ def _from_cli_args(original, cls, args):
 def _before_resolution(args, *_):
     from sglang_inplacekv.server_defaults import prepare_server_args
 
-    prepare_server_args(args)
+    if getattr(args, "_resolution_finished", False):
+        return
+    try:
+        prepare_server_args(args)
+    except ConfigError as error:
+        if not _came_from_cli:
+            raise
+        # At a command line the one line is the answer; a traceback would bury it.
+        sys.exit(f"error: {error}")
 
 
 HOOKS = (

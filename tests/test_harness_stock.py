@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from models import make_tiny
+from sglang_inplacekv.models import make_tiny
 from tests.harness import Handle, Result, Runner, compare
 
 TOLERANCE = 1e-5
@@ -162,6 +164,16 @@ def test_another_model_in_the_same_process(mixtral, model, one_by_one):
 def test_second_open_runner_is_refused(model):
     with Runner(model), pytest.raises(RuntimeError, match="one configuration per process"):
         Runner(model).__enter__()
+
+
+def test_closing_restores_the_process(model):
+    before = dict(os.environ), torch.get_num_threads()
+    with Runner(model, env={"SGLANG_LOG_GC": "0"}) as runner:
+        runner.generate(PROMPTS[:1], max_new_tokens=2)
+        assert os.environ["SGLANG_LOG_GC"] == "0"
+        freed = weakref.ref(runner.scheduler), weakref.ref(runner.kv_pool)
+    assert (dict(os.environ), torch.get_num_threads()) == before
+    assert [ref() for ref in freed] == [None, None]
 
 
 def test_failed_start_leaves_the_process_usable(model):

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 
 from .in_process import InProcessScheduler
-from .lifecycle import environment, forced_retraction, live_scheduler
+from .lifecycle import environment, forced_retraction, live_scheduler, torch_threads
 from .requests import Handle, Result, tokenized
 
 MAX_STEPS = 20_000
@@ -25,7 +25,8 @@ class Runner:
     """One server configuration. Only one Runner may be open in a process at a time.
 
     `retract_every=n` retracts running requests every n forward passes. `max_total_tokens=None`
-    leaves the size of the KV pool to SGLang. Other keywords are fields of SGLang's ServerArgs.
+    leaves the size of the KV pool to SGLang. `torch_threads` is also the default of OpenMP code
+    called from the scheduler's thread. Other keywords are fields of SGLang's ServerArgs.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Runner:
         max_total_tokens: int | None = 8192,
         disable_radix_cache: bool = False,
         retract_every: int | None = None,
+        torch_threads: int = 1,
         env: dict[str, str] | None = None,
         **server_args,
     ) -> None:
         self._env = STRICT_CHECKS | (env or {})
         self._retract_every = retract_every
+        self._torch_threads = torch_threads
         self._args = {
             "model_path": str(model_path),
             "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -66,8 +69,8 @@ class Runner:
     def __enter__(self) -> Runner:
         with ExitStack() as stack:
             stack.enter_context(environment(self._env))
+            stack.enter_context(torch_threads(self._torch_threads))
             stack.enter_context(forced_retraction(self._retract_every))
-            # The context's own reference must not outlive this Runner's.
             self._scheduler = stack.enter_context(live_scheduler(self._args))
             self._stack = stack.pop_all()
         return self

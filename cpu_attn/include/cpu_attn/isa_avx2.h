@@ -102,7 +102,7 @@ struct Isa {
     }
   }
 
-  static void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+  static void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
   static uint64_t read(const char* data, size_t bytes) {
     __m256i sum[4] = {};

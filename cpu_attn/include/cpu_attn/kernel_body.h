@@ -15,27 +15,6 @@ extern "C" float log2f(float);
 namespace cpu_attn {
 namespace {
 
-// Visits [begin, end) in turns of tokens_per_turn: within a turn head by head, block by block.
-struct Walk {
-  const Shape& shape;
-  int end;
-  int turn, head, begin;
-
-  bool done() const { return turn >= end; }
-  int turn_end() const {
-    return end - turn < shape.tokens_per_turn ? end : turn + shape.tokens_per_turn;
-  }
-  void advance() {
-    const int stop = turn_end();
-    begin += kBlockTokens;
-    if (begin < stop) return;
-    begin = turn;
-    if (++head < shape.kv_heads) return;
-    head = 0;
-    begin = turn = stop;
-  }
-};
-
 struct Work {
   const Shape& shape;
   const Region* regions;
@@ -60,64 +39,88 @@ void pack_queries(const Shape& shape, const Segment& segment, float* packed) {
   }
 }
 
-void fill_block(const Work& work, const Walk& walk, Block& block) {
+// All heads of up to kBlockTokens tokens: where head 0 of each lies and how far the next head is.
+struct Turn {
+  Rows first;
+  int64_t k_head[kBlockTokens];
+  int64_t v_head[kBlockTokens];
+};
+
+void find_turn(const Work& work, int begin, Turn& turn) {
   const Shape& shape = work.shape;
-  const int begin = walk.begin, head = walk.head;
-  const int left = walk.turn_end() - begin;
-  block.head = head;
-  block.tokens = left < kBlockTokens ? left : kBlockTokens;
+  const int left = work.segment.end - begin;
+  const int count = left < shape.turn_tokens ? left : shape.turn_tokens;
+  turn.first.count = count > 0 ? count : 0;
   const Entry* entry = work.segment.entries + begin / shape.page_size;
   int offset = begin % shape.page_size;
-  for (int t = 0; t < block.tokens; ++entry, offset = 0) {
+  for (int t = 0; t < count; ++entry, offset = 0) {
     const Region& r = work.regions[entry->region];
-    const char* k = r.k + entry->page * r.k_page + offset * r.k_token + head * r.k_head;
-    const char* v = r.v + entry->page * r.v_page + offset * r.v_token + head * r.v_head;
+    const char* k = r.k + entry->page * r.k_page + offset * r.k_token;
+    const char* v = r.v + entry->page * r.v_page + offset * r.v_token;
     const int run = shape.page_size - offset;
-    const int stop = run < block.tokens - t ? t + run : block.tokens;
+    const int stop = run < count - t ? t + run : count;
     for (; t < stop; ++t, k += r.k_token, v += r.v_token) {
-      block.rows.k[t] = k;
-      block.rows.v[t] = v;
+      turn.first.k[t] = k;
+      turn.first.v[t] = v;
+      turn.k_head[t] = r.k_head;
+      turn.v_head[t] = r.v_head;
     }
   }
+}
+
+void rows_of_head(const Turn& turn, int head, Rows& rows) {
+  const int count = turn.first.count;
+  rows.count = count;
+  for (int t = 0; t < count; ++t) {
+    rows.k[t] = turn.first.k[t] + head * turn.k_head[t];
+    rows.v[t] = turn.first.v[t] + head * turn.v_head[t];
+  }
   // Score tiles run over whole register tiles; a repeated valid row stands in for the padding.
-  for (int t = block.tokens; t % Isa::kAcc != 0; ++t) block.rows.k[t] = block.rows.k[t - 1];
+  for (int t = count; t % Isa::kAcc != 0; ++t) rows.k[t] = rows.k[t - 1];
+}
+
+void rows_in_memory_order(const Shape& shape, const Turn& turn, int head, Rows& rows) {
+  rows.count = 0;
+  int t = head * shape.turn_tokens / shape.kv_heads, h = head * shape.turn_tokens % shape.kv_heads;
+  for (; rows.count < shape.turn_tokens && t < turn.first.count; ++rows.count) {
+    rows.k[rows.count] = turn.first.k[t] + h * turn.k_head[t];
+    rows.v[rows.count] = turn.first.v[t] + h * turn.v_head[t];
+    if (++h == shape.kv_heads) h = 0, ++t;
+  }
 }
 
 template <Dtype D, int Q>
-int score_queries(const Work& work, const Block& block, int j) {
+int score_queries(const Work& work, int head, const Rows& rows, const Rows& ahead, int j) {
   const int d = work.shape.head_dim, group = work.shape.q_heads / work.shape.kv_heads;
-  for (; j + Q <= group; j += Q) {
-    const float* q = work.q + (block.head * group + j) * d;
-    float* s = work.scores + j * kBlockTokens;
-    if (j == 0) score_tile<D, Q, true>(q, d, block, s);
-    else score_tile<D, Q, false>(q, d, block, s);
-  }
+  for (; j + Q <= group; j += Q)
+    score_tile<D, Q>(work.q + (head * group + j) * d, d, rows, j == 0 ? &ahead : nullptr,
+                     work.scores + j * kBlockTokens);
   return j;
 }
 
 template <Dtype D, int Q>
-int weigh_queries(const Work& work, const Block& block, const Block* next, int j) {
+int weigh_queries(const Work& work, int head, const Rows& rows, const Rows& ahead, int j) {
   const int d = work.shape.head_dim, group = work.shape.q_heads / work.shape.kv_heads;
-  for (; j + Q <= group; j += Q) {
-    float* acc = work.state.acc + (block.head * group + j) * d;
-    weigh_rows<D, Q>(work.scores + j * kBlockTokens, work.rescale + j, d, block,
-                     j == 0 ? next : nullptr, acc);
-  }
+  for (; j + Q <= group; j += Q)
+    weigh_rows<D, Q>(work.scores + j * kBlockTokens, work.rescale + j, d, rows,
+                     j == 0 ? &ahead : nullptr, work.state.acc + (head * group + j) * d);
   return j;
 }
 
 template <Dtype D>
-void attend_block(const Work& work, const Block& block, const Block* next) {
+void attend_head(const Work& work, int head, const Rows& rows, const Rows& ahead) {
   const int group = work.shape.q_heads / work.shape.kv_heads;
-  score_queries<D, 1>(work, block, score_queries<D, 2>(work, block, score_queries<D, 4>(work, block, 0)));
-  for (int j = 0; j < group; ++j) {
-    const int h = block.head * group + j;
-    work.rescale[j] = soften_row(work.scores + j * kBlockTokens, block.tokens,
+  int j = score_queries<D, 4>(work, head, rows, ahead, 0);
+  j = score_queries<D, 2>(work, head, rows, ahead, j);
+  score_queries<D, 1>(work, head, rows, ahead, j);
+  for (j = 0; j < group; ++j) {
+    const int h = head * group + j;
+    work.rescale[j] = soften_row(work.scores + j * kBlockTokens, rows.count,
                                  work.state.max + h, work.state.sum + h);
   }
-  weigh_queries<D, 1>(
-      work, block, next,
-      weigh_queries<D, 2>(work, block, next, weigh_queries<D, 4>(work, block, next, 0)));
+  j = weigh_queries<D, 4>(work, head, rows, ahead, 0);
+  j = weigh_queries<D, 2>(work, head, rows, ahead, j);
+  weigh_queries<D, 1>(work, head, rows, ahead, j);
 }
 
 template <Dtype D>
@@ -133,15 +136,22 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
     for (int i = 0; i < shape.head_dim; i += W)
       Isa::store(state.acc + h * shape.head_dim + i, Isa::zero());
   }
-  Block blocks[2];
-  Walk walk{shape, segment.end, segment.begin, 0, segment.begin};
-  if (walk.done()) return;
-  fill_block(work, walk, blocks[0]);
-  for (int i = 0;; i ^= 1) {
-    walk.advance();
-    if (walk.done()) return attend_block<D>(work, blocks[i], nullptr);
-    fill_block(work, walk, blocks[i ^ 1]);
-    attend_block<D>(work, blocks[i], &blocks[i ^ 1]);
+  Turn turns[2];
+  Rows rows, ahead;
+  find_turn(work, segment.begin, turns[0]);
+  int i = 0;
+  for (int t = segment.begin; t < segment.end; t += shape.turn_tokens, i ^= 1) {
+    find_turn(work, t + shape.turn_tokens, turns[i ^ 1]);
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      rows_of_head(turns[i], head, rows);
+#ifdef PF_MEM
+      if (shape.token_major) rows_in_memory_order(shape, turns[i ^ 1], head, ahead);
+      else
+#endif
+      if (head + 1 < shape.kv_heads) rows_of_head(turns[i], head + 1, ahead);
+      else rows_of_head(turns[i ^ 1], 0, ahead);
+      attend_head<D>(work, head, rows, ahead);
+    }
   }
 }
 

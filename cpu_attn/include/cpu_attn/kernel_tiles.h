@@ -18,16 +18,11 @@ using V = Isa::V;
 constexpr int W = Isa::kWidth;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
+// Rows of one KV head, in token order.
 struct Rows {
   const char* k[kBlockTokens];
   const char* v[kBlockTokens];
-};
-
-// One KV head of up to kBlockTokens tokens.
-struct Block {
-  Rows rows;
-  int tokens;
-  int head;
+  int count;
 };
 
 template <Dtype D>
@@ -44,15 +39,15 @@ void widen_row(const char* q, int head_dim, float* out) {
 }
 
 // Scores of Q queries against every row: s[q][t] = q . k[t].
-template <Dtype D, int Q, bool Prefetch>
-void score_tile(const float* q, int d, const Block& block, float* s) {
+template <Dtype D, int Q>
+void score_tile(const float* q, int d, const Rows& rows, const Rows* ahead, float* s) {
   constexpr int T = Isa::kAcc / Q;
   const int row_bytes = d * dtype_bytes(D);
-  for (int t = 0; t < block.tokens; t += T) {
-    const char* const* k = block.rows.k + t;
-    if (Prefetch) {
-      for (int i = 0; i < T && t + i < block.tokens; ++i)
-        for (int b = 0; b < row_bytes; b += 64) Isa::prefetch(block.rows.v[t + i] + b);
+  for (int t = 0; t < rows.count; t += T) {
+    const char* const* k = rows.k + t;
+    if (ahead != nullptr) {
+      for (int i = t; i < t + T && i < ahead->count; ++i)
+        for (int b = 0; b < row_bytes; b += 64) Isa::prefetch(ahead->k[i] + b);
     }
     V acc[Q][T];
 #pragma GCC unroll 16
@@ -100,8 +95,8 @@ void score_tile(const float* q, int d, const Block& block, float* s) {
 
 // Columns [c, c + N * W) of the running sums of Q queries: acc = acc * rescale + p . v.
 template <Dtype D, int Q, int N>
-void weigh_tile(const float* p, const float* rescale, int d, int c, const Block& block,
-                const Block* next, float* acc) {
+void weigh_tile(const float* p, const float* rescale, int d, int c, const Rows& rows,
+                const Rows* ahead, float* acc) {
   constexpr int kBytes = N * W * dtype_bytes(D);
   const int64_t offset = c * dtype_bytes(D);
   const bool new_line = kBytes >= 64 || offset % 64 == 0;
@@ -110,11 +105,11 @@ void weigh_tile(const float* p, const float* rescale, int d, int c, const Block&
   for (int j = 0; j < Q; ++j)
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) sum[j][i] = Isa::zero();
-  for (int t = 0; t < block.tokens; ++t) {
-    const char* row = block.rows.v[t] + offset;
-    if (next != nullptr && new_line && t < next->tokens) {
+  for (int t = 0; t < rows.count; ++t) {
+    const char* row = rows.v[t] + offset;
+    if (ahead != nullptr && new_line && t < ahead->count) {
 #pragma GCC unroll 16
-      for (int b = 0; b < kBytes; b += 64) Isa::prefetch(next->rows.k[t] + offset + b);
+      for (int b = 0; b < kBytes; b += 64) Isa::prefetch(ahead->v[t] + offset + b);
     }
     V v[N];
     if constexpr (N == 1) {
@@ -143,13 +138,13 @@ void weigh_tile(const float* p, const float* rescale, int d, int c, const Block&
 }
 
 template <Dtype D, int Q>
-void weigh_rows(const float* p, const float* rescale, int d, const Block& block, const Block* next,
+void weigh_rows(const float* p, const float* rescale, int d, const Rows& rows, const Rows* ahead,
                 float* acc) {
   constexpr int N = Isa::kAcc / Q < 8 ? Isa::kAcc / Q : 8;
   int c = 0;
-  for (; c + N * W <= d; c += N * W) weigh_tile<D, Q, N>(p, rescale, d, c, block, next, acc);
-  for (; c + 2 * W <= d; c += 2 * W) weigh_tile<D, Q, 2>(p, rescale, d, c, block, next, acc);
-  if (c < d) weigh_tile<D, Q, 1>(p, rescale, d, c, block, next, acc);
+  for (; c + N * W <= d; c += N * W) weigh_tile<D, Q, N>(p, rescale, d, c, rows, ahead, acc);
+  for (; c + 2 * W <= d; c += 2 * W) weigh_tile<D, Q, 2>(p, rescale, d, c, rows, ahead, acc);
+  if (c < d) weigh_tile<D, Q, 1>(p, rescale, d, c, rows, ahead, acc);
 }
 
 // Turns one query's scores into weights; updates its maximum and sum; returns the factor that

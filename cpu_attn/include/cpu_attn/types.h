@@ -34,9 +34,8 @@ struct Shape {
   Dtype kv_dtype;
   Dtype q_dtype;
   float scale_log2;  // softmax scale times log2(e): scores are kept in base 2
-  // Whole pages of one head are contiguous, so a worker walks further along one head before it
-  // turns to the next.
-  int32_t tokens_per_turn;
+  int32_t turn_tokens;
+  int32_t token_major;
 };
 
 // Tokens [begin, end) of one request, all heads, read by one worker.
