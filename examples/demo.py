@@ -45,7 +45,9 @@ class Question:
 
 QUESTIONS = [
     Question("long document", "objects", 12000, "Summarize the text above in one sentence."),
-    Question("same document, other question", "objects", 12000, "What does the text say about object identity?"),
+    Question(
+        "same document, other question", "objects", 12000, "What does the text say about object identity?"
+    ),
     Question("shorter document", "assignment", 4000, "What is this text about?"),
     Question("short prompt", "truth", 400, "Which values are considered false?"),
 ]
@@ -105,10 +107,16 @@ class RegionWatch:
         while not self._stop.wait(0.5):
             values = parse_metrics(self._server.get("/metrics"))
             held = [int(values.get(f'inplacekv_tokens{{region="{region}"}}', 0)) for region in REGIONS]
-            self.peak = {region: max(self.peak[region], tokens) for region, tokens in zip(REGIONS, held, strict=True)}
+            self.peak = {
+                region: max(self.peak[region], tokens) for region, tokens in zip(REGIONS, held, strict=True)
+            }
             row = (*held, values.get("inplacekv_share_target", 0), values.get("inplacekv_share_effective", 0))
             if row != last:
-                say("    {:7.1f} | {:8d} {:13d} {:13d} {:13d} | {:12.2f} {:10.2f}".format(time.monotonic() - started, *row))
+                say(
+                    "    {:7.1f} | {:8d} {:13d} {:13d} {:13d} | {:12.2f} {:10.2f}".format(
+                        time.monotonic() - started, *row
+                    )
+                )
                 last = row
 
     def __enter__(self) -> RegionWatch:
@@ -150,12 +158,16 @@ def compare(stock: list[dict], inplace: list[dict]) -> bool:
     agree = True
     for question, ours, theirs in zip(QUESTIONS, inplace, stock, strict=True):
         same = ours["tokens"] == theirs["tokens"]
-        gap = max((abs(a - b) for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=False)), default=0.0)
+        gap = max(
+            (abs(a - b) for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=False)), default=0.0
+        )
         agree &= same and gap <= TOLERANCE
         say(f"\n-- {question.name} ({ours['prompt_tokens']} prompt tokens): {question.text}")
         say(f"   stock     : {theirs['text'].strip()!r}")
         say(f"   inplacekv : {ours['text'].strip()!r}")
-        say(f"   tokens {'equal' if same else 'DIFFER'}, largest logprob difference {gap:.1e} (limit {TOLERANCE:g})")
+        say(
+            f"   tokens {'equal' if same else 'DIFFER'}, largest logprob difference {gap:.1e} (limit {TOLERANCE:g})"
+        )
     return agree
 
 
@@ -167,7 +179,10 @@ def main() -> int:
     inplace, peak = serve("four-region cache", str(model), INPLACE_FLAGS, watch=True)
     say("\n== answers, side by side")
     agree = compare(stock, inplace)
-    say("\n== largest number of tokens held: " + ", ".join(f"{region} {tokens}" for region, tokens in peak.items()))
+    say(
+        "\n== largest number of tokens held: "
+        + ", ".join(f"{region} {tokens}" for region, tokens in peak.items())
+    )
     missing = [region for region, tokens in peak.items() if not tokens]
     if missing:
         say(f"== region {', '.join(missing)} was never seen in use")

@@ -56,7 +56,9 @@ class Server:
         started = time.monotonic()
         while (waited := time.monotonic() - started) < START_TIMEOUT_S:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with code {self.process.returncode}:\n{self.log[-4000:]}")
+                raise RuntimeError(
+                    f"the server ended with code {self.process.returncode}:\n{self.log[-4000:]}"
+                )
             try:
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return

@@ -21,7 +21,9 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
     from and goes to.
     """
 
-    def __init__(self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache, homes: HomeTable) -> None:
+    def __init__(
+        self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache, homes: HomeTable
+    ) -> None:
         self.homes = homes
         self.device_evicted_tokens = 0
         self._fruitless_evictable: int | None = None
@@ -31,7 +33,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         self._kvcache.forget_all_pages()
         self.homes.clear()
         self.free_group = None
-        self.free_page_ids_group = []
+        self.free_page_ids_group: list[torch.Tensor] = []
 
     def available_size(self) -> int:
         return self.homes.free_pages * self.page_size
@@ -46,13 +48,24 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
-        return (pages[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)).reshape(-1)
+        return (pages[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)).reshape(
+            -1
+        )
 
     def alloc_extend(
-        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
+        self,
+        prefix_lens,
+        prefix_lens_cpu,
+        seq_lens,
+        seq_lens_cpu,
+        last_loc,
+        extend_num_tokens,
+        num_new_pages=None,
     ) -> torch.Tensor | None:
         if num_new_pages is None:
-            num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu)
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
         pages = self._take(num_new_pages)
         if pages is None:
             return None
@@ -88,7 +101,9 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         """
         done = super().evict_to_free_tokens(tree_cache, num_tokens)
         if tree_cache is not None and tree_cache.supports_prefix_sharing():
-            self._evict_until_device_fits(tree_cache, min(-(-num_tokens // self.page_size), self.homes.sizes.device_pages))
+            self._evict_until_device_fits(
+                tree_cache, min(-(-num_tokens // self.page_size), self.homes.sizes.device_pages)
+            )
         return done
 
     def _evict_until_device_fits(self, tree_cache, wanted_pages: int) -> None:
@@ -98,7 +113,11 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
             return
         start_pages, lost_tokens = self.homes.device_free_pages, 0
         cap_tokens = self.homes.sizes.device_pages * self.page_size
-        while self.homes.device_free_pages < wanted_pages and lost_tokens < cap_tokens and self._kvcache.idle_device_pages() > 0:
+        while (
+            self.homes.device_free_pages < wanted_pages
+            and lost_tokens < cap_tokens
+            and self._kvcache.idle_device_pages() > 0
+        ):
             short = wanted_pages - self.homes.device_free_pages
             evicted = tree_cache.evict(EvictParams(num_tokens=short * self.page_size)).num_tokens_evicted
             if evicted == 0:

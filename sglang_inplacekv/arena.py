@@ -55,7 +55,9 @@ class HostArena:
     chunk twice for cpu_attn, region index 2 * chunk + role.
     """
 
-    def __init__(self, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, touch_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, touch_timeout_s: float = 600.0
+    ) -> None:
         self.shape, self.sizes = shape, sizes
         self._chunks: list[torch.Tensor] = []
         block = shape.block_bytes // shape.dtype.itemsize

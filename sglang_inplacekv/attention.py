@@ -41,4 +41,6 @@ def partial_attention(
         mixed = weights.view(kv_heads, group * (stop - start), seen) @ v[:, :seen]
         out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, head_dim) / total
         lse[:, :, start:stop] = (torch.log2(total) + top).squeeze(-1)
-    return out.permute(2, 0, 1, 3).reshape(queries, q_heads, head_dim), lse.permute(2, 0, 1).reshape(queries, q_heads)
+    return out.permute(2, 0, 1, 3).reshape(queries, q_heads, head_dim), lse.permute(2, 0, 1).reshape(
+        queries, q_heads
+    )

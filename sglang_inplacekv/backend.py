@@ -24,7 +24,9 @@ class InplaceAttnBackend(AttentionBackend):
         self.kv_index_translator = runner.kv_index_translator
         pool = runner.token_to_kv_pool
         if not isinstance(pool, InplaceMHAPool):
-            raise RuntimeError(f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take")
+            raise RuntimeError(
+                f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
+            )
         self.pool = pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self._page_size = pool.page_size
@@ -45,24 +47,32 @@ class InplaceAttnBackend(AttentionBackend):
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
         else:
-            raise RuntimeError(f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}")
+            raise RuntimeError(
+                f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"
+            )
         size = self._page_size
         longest = max(lengths, default=0)
         # The one place where page ids reach the host: a page-strided slice of SGLang's own table.
-        pages = (self.req_to_token[forward_batch.req_pool_indices, 0:longest:size] // size).long().cpu().numpy()
+        pages = (
+            (self.req_to_token[forward_batch.req_pool_indices, 0:longest:size] // size).long().cpu().numpy()
+        )
         labels = forward_batch.rids or [f"row {row}" for row in rows]
         return [
             Span(str(labels[i]), rows[i], pages[i, : -(-length // size)], prefixes[i], length)
             for i, length in enumerate(lengths)
         ]
 
-    def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs):
+    def forward_decode(
+        self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
+    ):
         k, v = self._write(k, v, layer, forward_batch, save_kv_cache, kwargs)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = self.pool.executor.decode(layer.layer_id - self.pool.start_layer, heads, layer.scaling)
         return self._finish(out, q, layer)
 
-    def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs):
+    def forward_extend(
+        self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
+    ):
         k, v = self._write(k, v, layer, forward_batch, save_kv_cache, kwargs)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = self.pool.executor.extend(layer.layer_id - self.pool.start_layer, heads, k, v, layer.scaling)
@@ -70,9 +80,13 @@ class InplaceAttnBackend(AttentionBackend):
 
     def _write(self, k, v, layer, forward_batch, save_kv_cache, extra) -> tuple[torch.Tensor, torch.Tensor]:
         if extra:
-            raise RuntimeError(f"layer {layer.layer_id}: {', '.join(sorted(extra))} is not supported by {BACKEND_NAME}")
+            raise RuntimeError(
+                f"layer {layer.layer_id}: {', '.join(sorted(extra))} is not supported by {BACKEND_NAME}"
+            )
         if not save_kv_cache or k is None or v is None:
-            raise RuntimeError(f"layer {layer.layer_id}: attention without a KV write is not supported by {BACKEND_NAME}")
+            raise RuntimeError(
+                f"layer {layer.layer_id}: attention without a KV write is not supported by {BACKEND_NAME}"
+            )
         self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         shape = (-1, self.pool.head_num, self.pool.head_dim)
         return k.view(shape), v.view(shape)
@@ -92,7 +106,9 @@ class InplaceAttnBackend(AttentionBackend):
 def check_model(runner) -> None:
     """Refuse, by name, any attention layer that this version would compute wrongly."""
     if runner.use_mla_backend:
-        raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked an MLA model, possible are GQA and MHA models")
+        raise ConfigError(
+            f"--attention-backend {BACKEND_NAME}: asked an MLA model, possible are GQA and MHA models"
+        )
     for name, layer in runner.model.named_modules():
         if isinstance(layer, RadixAttention):
             _check_layer(name, layer)
@@ -100,12 +116,17 @@ def check_model(runner) -> None:
 
 def _check_layer(name: str, layer: RadixAttention) -> None:
     def refuse(asked: str, possible: str) -> None:
-        raise ConfigError(f"--attention-backend {BACKEND_NAME}: layer {name} asks {asked}, possible is {possible}")
+        raise ConfigError(
+            f"--attention-backend {BACKEND_NAME}: layer {name} asks {asked}, possible is {possible}"
+        )
 
     if layer.head_dim not in SUPPORTED_HEAD_DIMS:
         refuse(f"head_dim {layer.head_dim}", f"one of {', '.join(map(str, SUPPORTED_HEAD_DIMS))}")
     if layer.qk_head_dim != layer.v_head_dim or layer.tp_k_head_num != layer.tp_v_head_num:
-        refuse(f"K {layer.tp_k_head_num}x{layer.qk_head_dim}, V {layer.tp_v_head_num}x{layer.v_head_dim}", "equal K and V shapes")
+        refuse(
+            f"K {layer.tp_k_head_num}x{layer.qk_head_dim}, V {layer.tp_v_head_num}x{layer.v_head_dim}",
+            "equal K and V shapes",
+        )
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         refuse(f"a sliding window of {layer.sliding_window_size}", "full attention")
     if layer.logit_cap:

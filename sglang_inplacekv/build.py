@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
@@ -21,23 +22,27 @@ logger = logging.getLogger(__name__)
 def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
     if torch.device(kvc.device).type != "cpu":
-        raise ConfigError(f"--device: asked {kvc.device}, possible with {BACKEND_NAME} in this version is cpu")
+        raise ConfigError(
+            f"--device: asked {kvc.device}, possible with {BACKEND_NAME} in this version is cpu"
+        )
     planned = take_planned(kvc)
     if planned.capacity_tokens != sizes.max_total_num_tokens:
-        raise RuntimeError(f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}")
+        raise RuntimeError(
+            f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}"
+        )
     from sglang_inplacekv.executors.cpu import CpuExecutor
 
     config = InplaceConfig.from_env()
-    team = cpu_attn.Executor(threads=config.threads)
+    team = cpu_attn.Executor(cores=team_cores(config.threads))
     regions = Regions(config, kv_shape(kvc), planned, team)
     pool = InplaceMHAPool(
         regions,
         CpuExecutor(regions),
+        req_to_token_pool,
         start_layer=kvc.layer_info.start_layer,
         end_layer=kvc.layer_info.end_layer,
         device=kvc.device,
     )
-    pool.req_to_token_pool = req_to_token_pool
     logger.info(
         f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "
         f"tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
@@ -45,6 +50,17 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
         f"CPU attention {cpu_attn.isa()}"
     )
     return pool
+
+
+def team_cores(threads: int | None) -> list[int]:
+    """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first."""
+    allowed = sorted(os.sched_getaffinity(0))
+    wanted = threads or min(cpu_attn.default_threads(), len(allowed))
+    if wanted > len(allowed):
+        raise ConfigError(
+            f"--inplacekv-threads: asked {wanted}, possible are 1 to {len(allowed)} on this process's cores"
+        )
+    return allowed[-wanted:]
 
 
 def build_allocator(pool: InplaceMHAPool) -> InplaceAllocator:

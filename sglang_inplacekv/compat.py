@@ -13,9 +13,7 @@ def check_sglang_version() -> None:
     try:
         found = version("sglang")
     except PackageNotFoundError as exc:
-        raise RuntimeError(
-            f"SGLang is not installed: this extension needs sglang=={SGLANG_VERSION}"
-        ) from exc
+        raise RuntimeError(f"SGLang is not installed: this extension needs sglang=={SGLANG_VERSION}") from exc
     if found != SGLANG_VERSION:
         raise RuntimeError(
             f"sglang=={found} is installed, this extension supports exactly sglang=={SGLANG_VERSION}"

@@ -39,7 +39,12 @@ class Flag:
 
 
 FLAGS = (
-    Flag("host-memory", "auto", "SIZE|auto", "Host memory for the C and T regions, whole server (for example 96GB)."),
+    Flag(
+        "host-memory",
+        "auto",
+        "SIZE|auto",
+        "Host memory for the C and T regions, whole server (for example 96GB).",
+    ),
     Flag(
         "gpu-memory",
         "auto",
@@ -50,7 +55,12 @@ FLAGS = (
     Flag("cpu-share", "auto", "auto|0..1", "Share of host-resident tokens that the CPU attends."),
     Flag("policy", "writescope", "writescope", "Placement policy."),
     Flag("threads", "auto", "auto|N", "CPU attention threads; auto is what affinity and cgroup quota allow."),
-    Flag("admission", "auto", "auto|spill", "Whether a request that does not fit D alone starts at once (spill)."),
+    Flag(
+        "admission",
+        "auto",
+        "auto|spill",
+        "Whether a request that does not fit D alone starts at once (spill).",
+    ),
 )
 
 # Knobs for tests and measurements: environment only, no compatibility promise.
@@ -81,7 +91,9 @@ class InplaceConfig:
     def __post_init__(self) -> None:
         share = self.cpu_share
         if share is not None and not 0.0 <= share <= 1.0:
-            raise ConfigError(f"--inplacekv-cpu-share: asked {share}, possible are auto or a number from 0 to 1")
+            raise ConfigError(
+                f"--inplacekv-cpu-share: asked {share}, possible are auto or a number from 0 to 1"
+            )
         if self.policy != "writescope":
             raise ConfigError(f"--inplacekv-policy: asked {self.policy!r}, possible is 'writescope'")
         if self.admission not in ("auto", "spill"):
@@ -90,7 +102,9 @@ class InplaceConfig:
                 "(both start a request as soon as its pages fit anywhere)"
             )
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--inplacekv-threads: asked {self.threads}, possible are auto or a number from 1")
+            raise ConfigError(
+                f"--inplacekv-threads: asked {self.threads}, possible are auto or a number from 1"
+            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> InplaceConfig:
@@ -108,7 +122,9 @@ class InplaceConfig:
         timeout = knob["WAIT_TIMEOUT_S"]
         return cls(
             host_memory_bytes=_parse_size("--inplacekv-host-memory", text["host-memory"]),
-            gpu_memory_bytes=None if gpu_tokens is not None else _parse_size("--inplacekv-gpu-memory", text["gpu-memory"]),
+            gpu_memory_bytes=None
+            if gpu_tokens is not None
+            else _parse_size("--inplacekv-gpu-memory", text["gpu-memory"]),
             gpu_memory_tokens=gpu_tokens,
             cpu_share=_parse_share(text["cpu-share"]),
             policy=text["policy"],
@@ -141,7 +157,9 @@ def _parse_share(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"--inplacekv-cpu-share: asked {text!r}, possible are auto or a number from 0 to 1") from None
+        raise ConfigError(
+            f"--inplacekv-cpu-share: asked {text!r}, possible are auto or a number from 0 to 1"
+        ) from None
 
 
 def _parse_int(option: str, text: str, least: int | None = None) -> int:

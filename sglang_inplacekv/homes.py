@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from sglang_inplacekv.layout import ROLE_COMPUTE, ROLE_NONE, ROLE_TRANSFER, RegionSizes
 from sglang_inplacekv.tickets import Ticket
@@ -73,7 +73,9 @@ class HomeTable:
             chunk = self._chunk_with(ROLE_COMPUTE + ROLE_TRANSFER - wanted)
             self.scope.fallback_pages += 1
         if chunk is None:
-            raise RuntimeError(f"{self._host_free} host pages counted free, no chunk of {self.sizes.chunks} has one")
+            raise RuntimeError(
+                f"{self._host_free} host pages counted free, no chunk of {self.sizes.chunks} has one"
+            )
         if self.role[chunk] == ROLE_NONE:
             self.role[chunk] = wanted
         self._host_free -= 1
@@ -127,10 +129,18 @@ class HomeTable:
         """Raise RuntimeError unless free + used = capacity in D and on the host, and each id is in exactly one place."""
         free = list(self.all_free())
         used = sum(self._used)
-        if len(free) + used != self.sizes.pages - 1 or len(set(free)) != len(free) or any(self._used[p] for p in free):
-            raise RuntimeError(f"pages: {len(free)} free ({len(set(free))} distinct) + {used} used != {self.sizes.pages - 1}")
+        if (
+            len(free) + used != self.sizes.pages - 1
+            or len(set(free)) != len(free)
+            or any(self._used[p] for p in free)
+        ):
+            raise RuntimeError(
+                f"pages: {len(free)} free ({len(set(free))} distinct) + {used} used != {self.sizes.pages - 1}"
+            )
         if len(free) != self.free_pages:
             raise RuntimeError(f"{len(free)} pages on free lists, {self.free_pages} counted")
         live = self.sizes.host_pages - self._host_free
         if self.scope.host_pages != live:
-            raise RuntimeError(f"C {self.scope.compute_pages} + T {self.scope.transfer_pages} pages != {live} live host pages")
+            raise RuntimeError(
+                f"C {self.scope.compute_pages} + T {self.scope.transfer_pages} pages != {live} live host pages"
+            )

@@ -44,7 +44,11 @@ def _pool_configurator(original, kvc):
 def _build_pool(original, kvc, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
     if not _selected():
         return original(
-            kvc, sizes=sizes, is_dsa_model=is_dsa_model, is_dsv4_model=is_dsv4_model, req_to_token_pool=req_to_token_pool
+            kvc,
+            sizes=sizes,
+            is_dsa_model=is_dsa_model,
+            is_dsv4_model=is_dsv4_model,
+            req_to_token_pool=req_to_token_pool,
         )
     from sglang_inplacekv.build import build_pool
 
@@ -70,7 +74,9 @@ def _support_triton(original, backend: str):
 def _add_cli_args(result, parser, *_):
     group = parser.add_argument_group("InplaceKV")
     for flag in FLAGS:
-        group.add_argument(flag.option, type=str, default=None, metavar=flag.values, help=f"{flag.help} [{flag.env}]")
+        group.add_argument(
+            flag.option, type=str, default=None, metavar=flag.values, help=f"{flag.help} [{flag.env}]"
+        )
     return result
 
 
@@ -108,7 +114,12 @@ HOOKS = (
         _pool_configurator,
         "capacity comes from the host and GPU budgets, not from free GPU memory",
     ),
-    Hook(f"{_CONFIGURATOR}._build_token_to_kv_pool", HookType.AROUND, _build_pool, "SGLang has no seam for a pool class"),
+    Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool",
+        HookType.AROUND,
+        _build_pool,
+        "SGLang has no seam for a pool class",
+    ),
     Hook(
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
         HookType.AROUND,
@@ -127,7 +138,12 @@ HOOKS = (
         _support_triton,
         "true for unknown backend names, so that Triton kernels would be launched with no driver",
     ),
-    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", HookType.AFTER, _add_cli_args, "our flags on the command line"),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        _add_cli_args,
+        "our flags on the command line",
+    ),
     Hook(
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def empty_state(rows: int, heads: int, head_dim: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def empty_state(
+    rows: int, heads: int, head_dim: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the neutral element: out [rows, heads, head_dim] fp32 zeros, lse [rows, heads] fp32 -inf."""
     return (
         torch.zeros(rows, heads, head_dim, dtype=torch.float32, device=device),

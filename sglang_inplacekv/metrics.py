@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
 
 logger = logging.getLogger(__name__)
 _LOG_INTERVAL_STEPS = 40
@@ -20,7 +24,7 @@ class StepMetrics:
         self._regions = regions
         self._decode_steps = 0
         self.effective_share = 0.0
-        self._gauges: dict[str, object] = {}
+        self._gauges: dict[str, Gauge] = {}
         # SGLang sets this directory before it spawns the scheduler, and only with --enable-metrics.
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._create_gauges()
@@ -28,14 +32,18 @@ class StepMetrics:
     def _create_gauges(self) -> None:
         from prometheus_client import Gauge
 
-        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> object:
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
 
         self._gauges = {
             "tokens": gauge("tokens", "Tokens of allocated pages, by region.", ("region",)),
             "target": gauge("share_target", "Share of host tokens that the CPU should attend."),
-            "effective": gauge("share_effective", "Share of host tokens that the CPU attended in the last decode step."),
-            "fallback": gauge("region_fallback_pages", "Pages that got the other role for want of room, since start."),
+            "effective": gauge(
+                "share_effective", "Share of host tokens that the CPU attended in the last decode step."
+            ),
+            "fallback": gauge(
+                "region_fallback_pages", "Pages that got the other role for want of room, since start."
+            ),
         }
         self._gauges["target"].set(self._regions.scope.target_share)
         for name in ("effective", "fallback"):

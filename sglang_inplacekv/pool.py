@@ -17,12 +17,21 @@ class InplaceMHAPool(MHATokenToKVPool):
     or write behind set_kv_buffer's back (a fused store, a copy to a host cache) gets an error, never wrong bytes.
     """
 
-    def __init__(self, regions: Regions, executor: Executor, *, start_layer: int, end_layer: int, device: str) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        executor: Executor,
+        req_to_token_pool,
+        *,
+        start_layer: int,
+        end_layer: int,
+        device: str,
+    ) -> None:
         shape, sizes = regions.shape, regions.sizes
         self.regions, self.executor = regions, executor
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
-        self.req_to_token_pool = None  # bound by the allocator's hook
+        self._req_to_token_pool = req_to_token_pool
         self.k_buffer = self.v_buffer = None
         self.head_num, self.head_dim, self.v_head_dim = shape.kv_heads, shape.head_dim, shape.head_dim
         KVCache.__init__(
@@ -45,17 +54,23 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.executor.begin_forward(self.plan)
         return self.plan
 
-    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_) -> None:
+    def set_kv_buffer(
+        self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_
+    ) -> None:
         """Write this forward's K/V, [tokens, kv_heads, head_dim], to where its plan says."""
         loc, _, _ = unwrap_write_loc(loc_info)
         if self.plan is None or len(loc) != self.plan.tokens:
-            raise RuntimeError(f"KV write of {len(loc)} tokens outside the planned forward ({self.plan and self.plan.tokens})")
+            raise RuntimeError(
+                f"KV write of {len(loc)} tokens outside the planned forward ({self.plan and self.plan.tokens})"
+            )
         if k_scale is not None or v_scale is not None:
             raise RuntimeError("scaled KV writes are not supported: use --kv-cache-dtype auto")
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         shape = (-1, self.head_num, self.head_dim)
         self.executor.write_layer(
-            layer_id - self.start_layer, cache_k.to(self.dtype).view(shape), cache_v.to(self.dtype).view(shape)
+            layer_id - self.start_layer,
+            cache_k.to(self.dtype).view(shape),
+            cache_v.to(self.dtype).view(shape),
         )
 
     def pages_freed(self, pages: list[int]) -> None:
@@ -70,7 +85,7 @@ class InplaceMHAPool(MHATokenToKVPool):
 
     def idle_device_pages(self) -> int:
         """D pages that no row of a live request uses: what only the prefix cache keeps."""
-        free_rows = set(self.req_to_token_pool.free_slots)
+        free_rows = set(self._req_to_token_pool.free_slots)
         live: set[int] = set()
         for row, pages in self.planner.row_device_pages.items():
             if row not in free_rows:
@@ -83,7 +98,9 @@ class InplaceMHAPool(MHATokenToKVPool):
         return total // 2, total // 2
 
     def _refuse(self, what: str):
-        raise RuntimeError(f"{what} bypasses WriteScope and is not supported by --attention-backend inplacekv")
+        raise RuntimeError(
+            f"{what} bypasses WriteScope and is not supported by --attention-backend inplacekv"
+        )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         self._refuse("get_key_buffer")

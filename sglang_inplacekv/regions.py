@@ -23,7 +23,12 @@ class Regions:
     """
 
     def __init__(
-        self, config: InplaceConfig, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, device: str = "cpu"
+        self,
+        config: InplaceConfig,
+        shape: KVShape,
+        sizes: RegionSizes,
+        team: cpu_attn.Executor,
+        device: str = "cpu",
     ) -> None:
         self.config, self.shape, self.sizes, self.team = config, shape, sizes, team
         self.scope = WriteScope.from_config(config.cpu_share)
@@ -36,7 +41,9 @@ class Regions:
 
     def _device_tensor(self, rows: int, device: str) -> torch.Tensor:
         fill = torch.nan if self.config.poison else 0.0
-        return torch.full((rows, self.shape.kv_heads, self.shape.head_dim), fill, dtype=self.shape.dtype, device=device)
+        return torch.full(
+            (rows, self.shape.kv_heads, self.shape.head_dim), fill, dtype=self.shape.dtype, device=device
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -51,6 +58,16 @@ class Regions:
             "T": self.scope.transfer_pages * size,
             "window": self.windows.open_count * size,
         }
+
+    def window_rows(self, page: int) -> slice:
+        """Rows of the device tensors that hold an open host page."""
+        window = self.windows.window_of(page)
+        if window is None:
+            raise RuntimeError(f"host page {page} owns no window")
+        return self._device_rows(self.sizes.first_host_page + window)
+
+    def _device_rows(self, place: int) -> slice:
+        return slice(place * self.sizes.page_size, (place + 1) * self.sizes.page_size)
 
     def pages_freed(self, pages: Sequence[int]) -> None:
         """Called after the home table took `pages` back: their windows go too."""
@@ -74,7 +91,7 @@ class Regions:
             self._poison_device_page(self.sizes.first_host_page + window)
 
     def _poison_device_page(self, place: int) -> None:
-        rows = slice(place * self.sizes.page_size, (place + 1) * self.sizes.page_size)
+        rows = self._device_rows(place)
         for layer in range(self.shape.layers):
             self.device_k[layer][rows] = torch.nan
             self.device_v[layer][rows] = torch.nan

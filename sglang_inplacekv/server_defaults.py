@@ -44,7 +44,11 @@ _FILLED: dict[str, Any] = {
 
 def prepare_server_args(args: Any) -> None:
     """Fill and check `args` in place, before SGLang resolves it. No-op unless our backend is selected."""
-    if BACKEND_NAME not in (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend):
+    if BACKEND_NAME not in (
+        args.attention_backend,
+        args.prefill_attention_backend,
+        args.decode_attention_backend,
+    ):
         return
     InplaceConfig.from_env()
     _refuse_conflicts(args)
@@ -58,13 +62,19 @@ def prepare_server_args(args: Any) -> None:
 
 def _refuse(field: str, asked: Any, possible: Any) -> None:
     flag = "--" + field.replace("_", "-")
-    raise ConfigError(f"{flag}: asked {asked}, possible with --attention-backend {BACKEND_NAME} is {possible}")
+    raise ConfigError(
+        f"{flag}: asked {asked}, possible with --attention-backend {BACKEND_NAME} is {possible}"
+    )
 
 
 def _refuse_conflicts(args: Any) -> None:
     for phase in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, phase) not in (None, BACKEND_NAME) or args.attention_backend != BACKEND_NAME:
-            _refuse(phase, getattr(args, phase), f"unset (select the backend with --attention-backend {BACKEND_NAME})")
+            _refuse(
+                phase,
+                getattr(args, phase),
+                f"unset (select the backend with --attention-backend {BACKEND_NAME})",
+            )
     for field, allowed in _MUST_BE_OFF.items():
         if getattr(args, field) not in allowed:
             _refuse(field, getattr(args, field), " or ".join(map(str, allowed)))

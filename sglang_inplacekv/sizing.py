@@ -21,7 +21,9 @@ def kv_shape(kvc) -> KVShape:
     """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
     if kvc.kv_cache_dtype not in SUPPORTED_DTYPES:
         possible = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-        raise ConfigError(f"--kv-cache-dtype: asked {kvc.kv_cache_dtype_str}, possible with {BACKEND_NAME} are {possible}")
+        raise ConfigError(
+            f"--kv-cache-dtype: asked {kvc.kv_cache_dtype_str}, possible with {BACKEND_NAME} are {possible}"
+        )
     return KVShape(
         layers=kvc.layer_info.num_effective_layers,
         kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size, get_parallel().attn_dcp_size),
@@ -51,7 +53,9 @@ class InplacePoolConfigurator(MemoryPoolConfigurator):
         self._available_bytes = available_bytes
         return self._plan(None)
 
-    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> MemoryPoolConfig:
         return self._plan(max_total_num_tokens)
 
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.homes import HomeTable
+from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.tickets import Ticket
 from sglang_inplacekv.windows import WindowTable
 
@@ -67,6 +67,11 @@ class StepPlan:
         first = sum(span.new_tokens for span in self.spans[:index])
         return slice(first, first + self.spans[index].new_tokens)
 
+    @property
+    def who(self) -> str:
+        """The requests by name, for messages."""
+        return "requests " + ", ".join(span.label for span in self.spans)
+
     def attended_tokens(self, page_size: int) -> dict[str, int]:
         """Tokens read per region in this forward, with multiplicity over requests."""
         return {
@@ -87,7 +92,9 @@ class Planner:
 
     def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
         plan = StepPlan(list(spans), is_decode)
-        tokens, slots, first = [], [], 0
+        tokens: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        first = 0
         for span in plan.spans:
             self._plan_writes(plan, span, first, tokens, slots)
             first += span.new_tokens
@@ -136,9 +143,13 @@ class Planner:
         spare = len(ids) * size - read_end
         if spare:
             if not on_device[-1]:
-                raise RuntimeError(f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window")
+                raise RuntimeError(
+                    f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window"
+                )
             device_slots = device_slots[:-spare]
         home = ids[~on_device]
-        roles = np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
+        roles = (
+            np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
+        )
         computed = roles == ROLE_COMPUTE
         return Reads(device_slots, home[computed], home[~computed])

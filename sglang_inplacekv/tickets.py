@@ -36,7 +36,9 @@ class Ticket:
         if not self._done.wait(timeout_s):
             raise WaitTimeout(f"{waiter} waited {timeout_s:g} s for {self.what}")
         if self._error is not None:
-            raise RuntimeError(f"{waiter} waited for {self.what}, which failed: {self._error}") from self._error
+            raise RuntimeError(
+                f"{waiter} waited for {self.what}, which failed: {self._error}"
+            ) from self._error
 
 
 def wait_all(tickets: Iterable[Ticket], timeout_s: float, waiter: str) -> None:

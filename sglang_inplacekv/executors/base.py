@@ -32,7 +32,9 @@ class Executor(ABC):
         """Attend q [requests, q_heads, head_dim] over all planned tokens; fp32 result of the same shape."""
 
     @abstractmethod
-    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Attend q [tokens, q_heads, head_dim] over the planned prefix and causally over k, v; fp32 result of q's shape."""
 
     @abstractmethod

@@ -13,7 +13,8 @@ and flushes really are asynchronous; only the arithmetic of the device side is t
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ import torch
 import cpu_attn
 from sglang_inplacekv.attention import partial_attention
 from sglang_inplacekv.executors.base import Executor
-from sglang_inplacekv.executors.tile_stream import Tile, TileStream, adjacent_runs
-from sglang_inplacekv.layout import ROLE_COMPUTE, STAGING_LAYERS
+from sglang_inplacekv.executors.home_writer import HomeWriter
+from sglang_inplacekv.executors.tile_stream import Tile, TileStream
+from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.merge import empty_state, merge_states
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
@@ -40,171 +42,165 @@ class _State:
         self.out[rows], self.lse[rows] = merge_states(self.out[rows], self.lse[rows], out, lse)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A plan in the form that every layer uses."""
+
+    plan: StepPlan
+    rows: list[slice]  # new tokens of each request
+    read_slots: list[torch.Tensor]  # device slots attended, by request
+    write_tokens: torch.Tensor
+    write_slots: torch.Tensor
+    homes: HomeWriter
+    stream: TileStream
+    table: cpu_attn.PageTable | None  # C pages of a decode
+
+
 class CpuExecutor(Executor):
     def __init__(self, regions: Regions) -> None:
-        config = regions.config
+        config, shape = regions.config, regions.shape
         self.regions = regions
         self._timeout_s, self._poison = config.wait_timeout_s, config.poison
-        self._copy, self._write, self._flush, self._compute = (
-            WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in ("copy", "write", "flush", "compute")
+        self._queues = tuple(
+            WorkQueue(name, config.wait_timeout_s, config.jitter_seed)
+            for name in ("copy", "write", "flush", "compute")
         )
-        shape = regions.shape
+        self._copy, self._write, self._flush, self._compute = self._queues
         block = shape.block_bytes // shape.dtype.itemsize
         fill = torch.nan if config.poison else 0.0
-        self._tiles = [torch.full((regions.sizes.tile_pages, 2, block), fill, dtype=shape.dtype) for _ in range(2)]
+        self._tiles = [
+            torch.full((regions.sizes.tile_pages, 2, block), fill, dtype=shape.dtype) for _ in range(2)
+        ]
         self._kv = [regions.arena.attention_regions(layer) for layer in range(shape.layers)]
-        self._plan: StepPlan | None = None
+        self._current: _Forward | None = None
         # Threads would otherwise outlive a server that was shut down inside a living process.
-        self._finalizer = weakref.finalize(self, _close_queues, self._copy, self._write, self._flush, self._compute)
+        self._finalizer = weakref.finalize(self, _close_queues, self._queues)
+
+    @property
+    def _forward(self) -> _Forward:
+        if self._current is None:
+            raise RuntimeError("no forward has begun")
+        return self._current
 
     def acknowledge(self) -> None:
         self.regions.windows.acknowledge()
 
     def begin_forward(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._slots = [torch.from_numpy(reads.device_slots) for reads in plan.reads]
-        self._device_tokens = torch.from_numpy(plan.device_tokens)
-        self._device_slots = torch.from_numpy(plan.device_slots)
-        self._labels = ", ".join(span.label for span in plan.spans)
-        self._begin_home_writes(plan)
-        self._stream = TileStream(self.regions, self._copy, self._tiles, plan)
-        self._table = self._compute_table(plan) if plan.is_decode else None
-
-    def _begin_home_writes(self, plan: StepPlan) -> None:
-        shape = self.regions.shape
-        self._staged: deque[Ticket] = deque()
-        self._home_pages = np.array([write.page for write in plan.home_writes], dtype=np.int64)
-        first = np.array([write.first_token for write in plan.home_writes], dtype=np.int64)
-        self._home_tokens = torch.from_numpy((first[:, None] + np.arange(shape.page_size)).reshape(-1))
-        roles = [self.regions.homes.role_of(page) for page in self._home_pages.tolist()]
-        self._home_computed = torch.tensor(roles, dtype=torch.int64) == ROLE_COMPUTE
-        self._home_runs = adjacent_runs(self._home_pages, self.regions.sizes)
-        self._home_ticket = Ticket(f"prefill write of {len(roles)} host pages (requests {self._labels})")
-        self.regions.homes.set_ticket(self._home_pages.tolist(), self._home_ticket)
-
-    def _compute_table(self, plan: StepPlan) -> cpu_attn.PageTable | None:
-        pages = [reads.compute_pages for reads in plan.reads]
-        counts = np.array([len(p) for p in pages])
-        if not counts.any():
-            return None
-        sizes = self.regions.sizes
-        offset = np.concatenate(pages) - sizes.first_host_page
-        waiting = [plan.pending[p] for p in np.concatenate(pages).tolist() if p in plan.pending]
-        wait_all(waiting, self._timeout_s, f"CPU attention of requests {self._labels}, region C,")
-        return cpu_attn.PageTable(
-            torch.from_numpy((2 * (offset // sizes.chunk_pages) + ROLE_COMPUTE).astype(np.int32)),
-            torch.from_numpy((offset % sizes.chunk_pages).astype(np.int32)),
-            torch.from_numpy(np.concatenate(([0], counts.cumsum())).astype(np.int32)),
-            torch.from_numpy((counts * sizes.page_size).astype(np.int32)),
+        self._current = _Forward(
+            plan,
+            [plan.token_range(request) for request in range(len(plan.spans))],
+            [torch.from_numpy(reads.device_slots) for reads in plan.reads],
+            torch.from_numpy(plan.device_tokens),
+            torch.from_numpy(plan.device_slots),
+            HomeWriter(self.regions, self._write, plan),
+            TileStream(self.regions, self._copy, self._tiles, plan),
+            self._compute_table(plan) if plan.is_decode else None,
         )
 
+    def _compute_table(self, plan: StepPlan) -> cpu_attn.PageTable | None:
+        """The C pages of a decode; waits for those that are still being written."""
+        pages = np.concatenate([reads.compute_pages for reads in plan.reads])
+        if not len(pages):
+            return None
+        waiting = [plan.pending[page] for page in pages.tolist() if page in plan.pending]
+        wait_all(waiting, self._timeout_s, f"{plan.who}, region C,")
+        sizes = self.regions.sizes
+        counts = np.array([len(reads.compute_pages) for reads in plan.reads])
+        chunk, slot = np.divmod(pages - sizes.first_host_page, sizes.chunk_pages)
+        columns = (
+            2 * chunk + ROLE_COMPUTE,
+            slot,
+            np.concatenate(([0], counts.cumsum())),
+            counts * sizes.page_size,
+        )
+        return cpu_attn.PageTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.regions.device_k[layer][self._device_slots] = k[self._device_tokens]
-        self.regions.device_v[layer][self._device_slots] = v[self._device_tokens]
-        if len(self._home_pages):
-            self._stage_homes(layer, k, v)
-
-    def _stage_homes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Pack this layer's whole pages in their homes' layout and queue the copy; at most STAGING_LAYERS are in flight."""
-        if len(self._staged) == STAGING_LAYERS:
-            self._staged.popleft().wait(self._timeout_s, f"prefill of requests {self._labels}, layer {layer}, staging")
-        shape = self.regions.shape
-        pages = len(self._home_pages)
-        staged = torch.empty(pages, 2, shape.block_bytes // shape.dtype.itemsize, dtype=shape.dtype)
-        for part, source in enumerate((k, v)):
-            tokens = source[self._home_tokens].view(pages, shape.page_size, shape.kv_heads, shape.head_dim)
-            head_major = tokens[self._home_computed].transpose(1, 2)
-            staged[self._home_computed, part] = head_major.flatten(1)
-            staged[~self._home_computed, part] = tokens[~self._home_computed].flatten(1)
-        arena, runs, ticket = self.regions.arena, self._home_runs, self._home_ticket
-        last = layer == shape.layers - 1
-
-        def copy() -> None:
-            try:
-                for chunk, slot, place, count in runs:
-                    arena.raw_pages(chunk, layer)[slot : slot + count].copy_(staged[place : place + count])
-            except BaseException as error:
-                ticket.fail(error)
-                raise
-            if last:
-                ticket.complete()
-
-        self._staged.append(self._write.submit(copy, f"prefill write, layer {layer}"))
+        forward = self._forward
+        self.regions.device_k[layer][forward.write_slots] = k[forward.write_tokens]
+        self.regions.device_v[layer][forward.write_slots] = v[forward.write_tokens]
+        forward.homes.write(layer, k, v, self._timeout_s)
 
     def decode(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        job = None
-        if self._table is not None:
-            job = self.regions.team.submit_paged_decode(q, self._kv[layer], self._table, scale)
-        state = _State(*q.shape)
-        self._attend_device_side(state, layer, q, scale)
+        state, kv, table, job = _State(*q.shape), self._kv[layer], self._forward.table, None
+        if kv is not None and table is not None:
+            job = self.regions.team.submit_paged_decode(q, kv, table, scale)
+        self._wait(self._attend_device_side(state, layer, q, scale), layer)
         if job is not None:
             state.merge(slice(None), *job.wait(self._timeout_s))
         return state.out
 
-    def extend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        state = _State(*q.shape)
-        plan = self._plan
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        state, rows = _State(*q.shape), self._forward.rows
 
         def attend_chunk() -> None:
-            for request in range(len(plan.spans)):
-                rows = plan.token_range(request)
-                state.merge(rows, *partial_attention(q[rows], k[rows], v[rows], scale, causal=True))
+            for own in rows:
+                state.merge(own, *partial_attention(q[own], k[own], v[own], scale, causal=True))
 
         chunk = self._compute.submit(attend_chunk, f"attention over the chunk, layer {layer}")
-        self._attend_device_side(state, layer, q, scale)
-        chunk.wait(self._timeout_s, f"requests {self._labels}, layer {layer}, region P (chunk),")
+        self._wait([chunk, *self._attend_device_side(state, layer, q, scale)], layer)
         return state.out
 
-    def _attend_device_side(self, state: _State, layer: int, q: torch.Tensor, scale: float) -> None:
-        """Attend D (homes and windows) and every P tile of this layer into `state`; returns when all are merged."""
-        device = self._compute.submit(
-            lambda: self._attend_device(state, layer, q, scale), f"attention over D, layer {layer}"
-        )
-        parts = [(device, "D")]
-        for tile in self._stream.tiles:
-            buffer, copied = self._stream.ready()
-            reader = self._compute.submit(
-                lambda tile=tile, buffer=buffer: self._attend_tile(state, tile, buffer, q, scale),
-                f"attention over P, layer {layer}",
-                after=(copied,),
-            )
-            self._stream.read_by(reader)
-            parts.append((reader, "P"))
-        for ticket, region in parts:
-            ticket.wait(self._timeout_s, f"requests {self._labels}, layer {layer}, region {region},")
+    def _wait(self, parts: list[Ticket], layer: int) -> None:
+        for part in parts:
+            part.wait(self._timeout_s, f"{self._forward.plan.who}, layer {layer},")
 
-    def _attend_device(self, state: _State, layer: int, q: torch.Tensor, scale: float) -> None:
-        for request, slots in enumerate(self._slots):
+    def _attend_device_side(self, state: _State, layer: int, q: torch.Tensor, scale: float) -> list[Ticket]:
+        """Queue attention over D (homes and windows) and over every P tile of this layer, merging into `state`."""
+        stream = self._forward.stream
+        device = partial(self._attend_device, self._forward, state, layer, q, scale)
+        parts = [self._compute.submit(device, f"attention over region D, layer {layer}")]
+        for tile in stream.tiles:
+            buffer, copied = stream.ready()
+            attend = partial(self._attend_tile, self._forward, state, tile, buffer, q, scale)
+            parts.append(
+                self._compute.submit(attend, f"attention over region P, layer {layer}", after=(copied,))
+            )
+            stream.read_by(parts[-1])
+        return parts
+
+    def _attend_device(
+        self, forward: _Forward, state: _State, layer: int, q: torch.Tensor, scale: float
+    ) -> None:
+        for rows, slots in zip(forward.rows, forward.read_slots, strict=True):
             if len(slots):
-                rows = self._plan.token_range(request)
                 k, v = self.regions.device_k[layer][slots], self.regions.device_v[layer][slots]
                 state.merge(rows, *partial_attention(q[rows], k, v, scale))
 
-    def _attend_tile(self, state: _State, tile: Tile, buffer: torch.Tensor, q: torch.Tensor, scale: float) -> None:
+    def _attend_tile(
+        self,
+        forward: _Forward,
+        state: _State,
+        tile: Tile,
+        buffer: torch.Tensor,
+        q: torch.Tensor,
+        scale: float,
+    ) -> None:
         shape = self.regions.shape
         if tile.role == ROLE_COMPUTE:
             pages = buffer.view(-1, 2, shape.kv_heads, shape.page_size, shape.head_dim).transpose(2, 3)
         else:
             pages = buffer.view(-1, 2, shape.page_size, shape.kv_heads, shape.head_dim)
         for request, places in tile.readers:
-            rows = self._plan.token_range(request)
+            rows = forward.rows[request]
             k, v = (pages[places, part].flatten(0, 1) for part in (0, 1))
             state.merge(rows, *partial_attention(q[rows], k, v, scale))
         if self._poison:
             buffer.fill_(torch.nan)
 
     def end_forward(self) -> None:
-        for page in self._plan.flush_pages:
+        for page in self._forward.plan.flush_pages:
             ticket = self._submit_flush(page)
             self.regions.homes.set_ticket([page], ticket)
             self.regions.windows.begin_flush(page, ticket)
 
     def _submit_flush(self, page: int) -> Ticket:
-        regions, size = self.regions, self.regions.sizes.page_size
-        place = regions.sizes.first_host_page + regions.windows.window_of(page)
+        regions = self.regions
+        rows = regions.window_rows(page)
         computed = regions.homes.role_of(page) == ROLE_COMPUTE
         home = regions.arena.page_bytes_view(page)
-        rows = slice(place * size, (place + 1) * size)
 
         def copy() -> None:
             for layer in range(regions.shape.layers):
@@ -215,7 +211,7 @@ class CpuExecutor(Executor):
         return self._flush.submit(copy, f"flush of page {page} to {'C' if computed else 'T'}")
 
     def drain(self) -> None:
-        for queue in (self._copy, self._write, self._flush, self._compute):
+        for queue in self._queues:
             queue.submit(lambda: None, f"drain of the {queue.name} queue").wait(self._timeout_s, "drain")
         self.acknowledge()
 
@@ -223,6 +219,6 @@ class CpuExecutor(Executor):
         self._finalizer()
 
 
-def _close_queues(*queues: WorkQueue) -> None:
+def _close_queues(queues: tuple[WorkQueue, ...]) -> None:
     for queue in queues:
         queue.close()

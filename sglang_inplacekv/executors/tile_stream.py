@@ -71,11 +71,15 @@ def adjacent_runs(pages: np.ndarray, sizes: RegionSizes) -> list[tuple[int, int,
 class TileStream:
     """The P tiles of one forward. `ready` gives the next tile's buffer and copy ticket, `read_by` returns the buffer."""
 
-    def __init__(self, regions: Regions, copy_queue: WorkQueue, buffers: Sequence[torch.Tensor], plan: StepPlan) -> None:
+    def __init__(
+        self, regions: Regions, copy_queue: WorkQueue, buffers: Sequence[torch.Tensor], plan: StepPlan
+    ) -> None:
         self._regions, self._queue, self._buffers = regions, copy_queue, buffers
         self.tiles = plan_tiles(plan, regions.sizes)
         self._runs = [adjacent_runs(tile.pages, regions.sizes) for tile in self.tiles]
-        self._pending = [[plan.pending[p] for p in tile.pages.tolist() if p in plan.pending] for tile in self.tiles]
+        self._pending = [
+            [plan.pending[p] for p in tile.pages.tolist() if p in plan.pending] for tile in self.tiles
+        ]
         self._total = len(self.tiles) * regions.shape.layers
         self._copies: list[Ticket] = []
         self._next = 0

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 import cpu_attn
-from tests.inplacekv.reference import dense_attention
 from sglang_inplacekv.config import InplaceConfig
 from sglang_inplacekv.executors.cpu import CpuExecutor
 from sglang_inplacekv.layout import KVShape, RegionSizes, window_count
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span
+from tests.inplacekv.reference import dense_attention
 
 
 @dataclass
@@ -61,8 +61,12 @@ class Simulation:
         self.generator = torch.Generator().manual_seed(seed)
         self.shape = KVShape(layers, 2, 64, torch.float32, page_size)
         self.q_heads = 6
-        sizes = RegionSizes(device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size)
-        config = InplaceConfig(cpu_share=share, poison=True, jitter_seed=seed if jitter else None, wait_timeout_s=30)
+        sizes = RegionSizes(
+            device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size
+        )
+        config = InplaceConfig(
+            cpu_share=share, poison=True, jitter_seed=seed if jitter else None, wait_timeout_s=30
+        )
         self.team = cpu_attn.Executor(threads=2)
         self.regions = Regions(config, self.shape, sizes, self.team)
         self.executor = CpuExecutor(self.regions)
@@ -83,7 +87,9 @@ class Simulation:
         return self.shape.page_size
 
     def random_kv(self, tokens: int) -> torch.Tensor:
-        return torch.randn(self.shape.layers, tokens, self.shape.kv_heads, self.shape.head_dim, generator=self.generator)
+        return torch.randn(
+            self.shape.layers, tokens, self.shape.kv_heads, self.shape.head_dim, generator=self.generator
+        )
 
     def admit(self, prefix: CachedPrefix | None = None) -> SimRequest:
         self.arrivals += 1
@@ -110,7 +116,13 @@ class Simulation:
     def forward(self, work: list[tuple[SimRequest, int]], is_decode: bool) -> None:
         """Run one forward that adds `tokens` to each request, and check every layer's output."""
         spans = [
-            Span(r.name, r.row, np.array(r.pages[: -(-(r.length + n) // self.page_size)]), r.length, r.length + n)
+            Span(
+                r.name,
+                r.row,
+                np.array(r.pages[: -(-(r.length + n) // self.page_size)]),
+                r.length,
+                r.length + n,
+            )
             for r, n in work
         ]
         self.executor.acknowledge()
@@ -129,13 +141,21 @@ class Simulation:
         v = torch.cat([r.v[layer, r.length :] for r, _ in work])
         q = torch.randn(len(k), self.q_heads, self.shape.head_dim, generator=self.generator)
         self.executor.write_layer(layer, k, v)
-        out = self.executor.decode(layer, q, self.scale) if is_decode else self.executor.extend(layer, q, k, v, self.scale)
+        out = (
+            self.executor.decode(layer, q, self.scale)
+            if is_decode
+            else self.executor.extend(layer, q, k, v, self.scale)
+        )
         first = 0
         for request, tokens in work:
-            wanted = dense_attention(q[first : first + tokens], request.k[layer], request.v[layer], self.scale, request.length)
+            wanted = dense_attention(
+                q[first : first + tokens], request.k[layer], request.v[layer], self.scale, request.length
+            )
             error = (out[first : first + tokens] - wanted).abs().max().item()
             self.worst = max(self.worst, error)
-            assert error < 2e-5, f"{request.name} layer {layer} tokens {request.length}+{tokens}: error {error}"
+            assert error < 2e-5, (
+                f"{request.name} layer {layer} tokens {request.length}+{tokens}: error {error}"
+            )
             first += tokens
 
     def finish(self, request: SimRequest, keep: bool) -> None:
@@ -194,7 +214,9 @@ class Simulation:
         request = self.admit(prefix)
         batch = []
         for extender in [request, *self.rng.sample(self.running[:-1], k=min(1, len(self.running) - 1))]:
-            tokens = self.rng.choice((1, self.page_size - 1, self.page_size, self.page_size + 1, 3 * self.page_size + 2))
+            tokens = self.rng.choice(
+                (1, self.page_size - 1, self.page_size, self.page_size + 1, 3 * self.page_size + 2)
+            )
             if self.room_for(extender, tokens):
                 batch.append((extender, tokens))
         if not batch or batch[0][0] is not request:

@@ -15,7 +15,10 @@ from sglang_inplacekv.write_scope import WriteScope
 
 class HomeMachine(RuleBasedStateMachine):
     @initialize(
-        device=st.integers(0, 6), host=st.integers(1, 24), chunk=st.integers(1, 5), share=st.floats(0, 1, allow_nan=False)
+        device=st.integers(0, 6),
+        host=st.integers(1, 24),
+        chunk=st.integers(1, 5),
+        share=st.floats(0, 1, allow_nan=False),
     )
     def start(self, device: int, host: int, chunk: int, share: float) -> None:
         self.sizes = RegionSizes(device, 2, host, chunk, 2, 4)
@@ -52,7 +55,9 @@ class HomeMachine(RuleBasedStateMachine):
         self.homes.check_integrity()
         assert self.homes.free_pages + len(self.live) == self.sizes.pages - 1
         hosts = [page for page in self.live if not self.sizes.is_device(page)]
-        assert all(self.homes.role_of(page) == self.role_at_birth[page] for page in hosts), "a home changed its region"
+        assert all(self.homes.role_of(page) == self.role_at_birth[page] for page in hosts), (
+            "a home changed its region"
+        )
         chunks_in_use = {self.sizes.chunk_of(page) for page in hosts}
         for chunk, role in enumerate(self.homes.role):
             assert (role == ROLE_NONE) == (chunk not in chunks_in_use)

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inplacekv.reference import dense_attention
 from sglang_inplacekv.attention import partial_attention
 from sglang_inplacekv.merge import empty_state, merge_states
+from tests.inplacekv.reference import dense_attention
 
 SHAPE = (3, 4, 16)
 
@@ -35,7 +35,9 @@ def test_empty_is_neutral_and_two_empties_are_zero() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 3), st.lists(st.integers(0, 70), max_size=4), st.integers(0, 10**6))
-def test_any_split_of_the_tokens_merges_to_the_whole(keys: int, group: int, cuts: list[int], seed: int) -> None:
+def test_any_split_of_the_tokens_merges_to_the_whole(
+    keys: int, group: int, cuts: list[int], seed: int
+) -> None:
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(1, 2 * group, 64, generator=g)
     k, v = (torch.randn(keys, 2, 64, generator=g) for _ in range(2))
@@ -51,6 +53,10 @@ def test_any_split_of_the_tokens_merges_to_the_whole(keys: int, group: int, cuts
 
 def test_causal_blocks_equal_dense() -> None:
     g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(300, 4, 64, generator=g), torch.randn(300, 2, 64, generator=g), torch.randn(300, 2, 64, generator=g)
+    q, k, v = (
+        torch.randn(300, 4, 64, generator=g),
+        torch.randn(300, 2, 64, generator=g),
+        torch.randn(300, 2, 64, generator=g),
+    )
     out, _ = partial_attention(q, k, v, 0.125, causal=True)
     torch.testing.assert_close(out, dense_attention(q, k, v, 0.125, first=0), rtol=2e-5, atol=2e-6)

@@ -35,7 +35,9 @@ def test_regions_are_all_used() -> None:
         held = {"D": 0, "C": 0, "T": 0, "window": 0}
         for _ in range(60):
             sim.step()
-            held = {region: max(held[region], tokens) for region, tokens in sim.regions.tokens_by_region().items()}
+            held = {
+                region: max(held[region], tokens) for region, tokens in sim.regions.tokens_by_region().items()
+            }
         assert all(held.values()), held
     finally:
         sim.close()

@@ -57,7 +57,9 @@ def test_no_free_window_waits_for_the_oldest_flush() -> None:
     window = windows.open(1, 1.0)
     ticket = Ticket("flush of page 1 to T")
     windows.begin_flush(1, ticket)
-    with pytest.raises(WaitTimeout, match=r"opening a window for page 2 \(region D\) waited 0.01 s for flush of page 1 to T"):
+    with pytest.raises(
+        WaitTimeout, match=r"opening a window for page 2 \(region D\) waited 0.01 s for flush of page 1 to T"
+    ):
         windows.open(2, 0.01)
     ticket.complete()
     assert windows.open(2, 0.01) == window

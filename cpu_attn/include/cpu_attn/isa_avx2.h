@@ -57,10 +57,9 @@ struct Isa {
   static void store_sums(const V (&acc)[Q][T], float* s, int stride) {
     static_assert(Q * T == kAcc, "one full tile");
     const V* a = &acc[0][0];
-    const V u0 = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    const V u1 = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
-    const V r = _mm256_add_ps(_mm256_permute2f128_ps(u0, u1, 0x20),
-                              _mm256_permute2f128_ps(u0, u1, 0x31));
+    const V u0 = _mm256_hadd_ps(fold(a[0], a[1]), fold(a[2], a[3]));
+    const V u1 = _mm256_hadd_ps(fold(a[4], a[5]), fold(a[6], a[7]));
+    const V r = _mm256_add_ps(_mm256_blend_ps(u0, u1, 0xf0), _mm256_permute2f128_ps(u0, u1, 0x21));
     if constexpr (T == 8) {
       store(s, r);
     } else {
@@ -117,6 +116,14 @@ struct Isa {
                                        _mm256_add_epi64(sum[2], sum[3]));
     return total + static_cast<uint64_t>(_mm256_extract_epi64(x, 0) ^ _mm256_extract_epi64(x, 1) ^
                                          _mm256_extract_epi64(x, 2) ^ _mm256_extract_epi64(x, 3));
+  }
+
+ private:
+  // Per 128-bit lane: two partial sums of a, then two of b. The blend spares a second shuffle.
+  static V fold(V a, V b) {
+    const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+    return _mm256_add_ps(_mm256_castpd_ps(_mm256_blend_pd(x, y, 0b1010)),
+                         _mm256_castpd_ps(_mm256_shuffle_pd(x, y, 0b0101)));
   }
 };
 

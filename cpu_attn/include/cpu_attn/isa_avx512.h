@@ -50,16 +50,10 @@ struct Isa {
     V quad[4];  // quad[i]: four partial sums each of a[4i..4i+3], one per 128-bit lane
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const V x = pair_sums(a[4 * i], a[4 * i + 1]);
-      const V y = pair_sums(a[4 * i + 2], a[4 * i + 3]);
-      const __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-      quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                              _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+      const V x = fold(a[4 * i], a[4 * i + 1]), y = fold(a[4 * i + 2], a[4 * i + 3]);
+      quad[i] = _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd));
     }
-    const V half0 = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x44),
-                                  _mm512_shuffle_f32x4(quad[0], quad[1], 0xee));
-    const V half1 = _mm512_add_ps(_mm512_shuffle_f32x4(quad[2], quad[3], 0x44),
-                                  _mm512_shuffle_f32x4(quad[2], quad[3], 0xee));
+    const V half0 = fold_lanes(quad[0], quad[1]), half1 = fold_lanes(quad[2], quad[3]);
     const V r = _mm512_add_ps(_mm512_shuffle_f32x4(half0, half1, 0x88),
                               _mm512_shuffle_f32x4(half0, half1, 0xdd));
     if constexpr (T == 16) {
@@ -116,8 +110,15 @@ struct Isa {
   }
 
  private:
-  static V pair_sums(V a, V b) {
-    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  // The blends spare a second shuffle each. Per 128-bit lane: two partial sums of a, two of b.
+  static V fold(V a, V b) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_mask_blend_pd(0xaa, x, y)),
+                         _mm512_castpd_ps(_mm512_shuffle_pd(x, y, 0x55)));
+  }
+  // Lanes (a0 + a2, a1 + a3, b2 + b0, b3 + b1).
+  static V fold_lanes(V a, V b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
   }
 };
 

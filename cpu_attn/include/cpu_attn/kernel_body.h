@@ -113,11 +113,8 @@ void attend_head(const Work& work, int head, const Rows& rows, const Rows& ahead
   int j = score_queries<D, 4>(work, head, rows, ahead, 0);
   j = score_queries<D, 2>(work, head, rows, ahead, j);
   score_queries<D, 1>(work, head, rows, ahead, j);
-  for (j = 0; j < group; ++j) {
-    const int h = head * group + j;
-    work.rescale[j] = soften_row(work.scores + j * kBlockTokens, rows.count,
-                                 work.state.max + h, work.state.sum + h);
-  }
+  soften(work.scores, group, rows.count, work.state.max + head * group,
+         work.state.sum + head * group, work.rescale);
   j = weigh_queries<D, 4>(work, head, rows, ahead, 0);
   j = weigh_queries<D, 2>(work, head, rows, ahead, j);
   weigh_queries<D, 1>(work, head, rows, ahead, j);

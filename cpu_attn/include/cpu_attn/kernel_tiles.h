@@ -147,33 +147,35 @@ void weigh_rows(const float* p, const float* rescale, int d, const Rows& rows, c
   if (c < d) weigh_tile<D, Q, 1>(p, rescale, d, c, rows, ahead, acc);
 }
 
-// Turns one query's scores into weights; updates its maximum and sum; returns the factor that
-// brings what was accumulated so far to the new maximum.
-float soften_row(float* s, int tokens, float* running_max, float* running_sum) {
+// Turns the scores [queries, kBlockTokens] of a group into weights, updates maxima and sums, and
+// leaves in `rescale` what brings the sums so far to the new maxima. Three passes over the group
+// keep the rows independent: one row at a time is bound by the latency of its reductions.
+void soften(float* scores, int queries, int tokens, float* running_max, float* running_sum,
+            float* rescale) {
   const int padded = (tokens + W - 1) / W * W;
-  for (int t = tokens; t < padded; ++t) s[t] = kNegInf;
-  V top = Isa::load(s);
-  for (int t = W; t < padded; t += W) top = Isa::max(top, Isa::load(s + t));
-  const float block_max = Isa::reduce_max(top);
-  const float old_max = *running_max;
-  const float new_max = old_max > block_max ? old_max : block_max;
-  // With every score at -inf so far there is nothing to be relative to.
-  const V base = Isa::set1(new_max == kNegInf ? 0.0f : new_max);
-  V total = Isa::zero();
-  for (int t = 0; t < padded; t += W) {
-    const V weight = Isa::exp2(Isa::sub(Isa::load(s + t), base));
-    Isa::store(s + t, weight);
-    total = Isa::add(total, weight);
+  for (int j = 0; j < queries; ++j) {
+    float* s = scores + j * kBlockTokens;
+    for (int t = tokens; t < padded; ++t) s[t] = kNegInf;
+    V top = Isa::load(s);
+    for (int t = W; t < padded; t += W) top = Isa::max(top, Isa::load(s + t));
+    const float block_max = Isa::reduce_max(top);
+    const float old_max = running_max[j];
+    running_max[j] = old_max > block_max ? old_max : block_max;
+    rescale[j] = old_max == running_max[j] ? 0.0f : old_max - running_max[j];
   }
-  float factor = 1.0f;
-  if (new_max != old_max) {
-    float lanes[W];
-    Isa::store(lanes, Isa::exp2(Isa::set1(old_max - new_max)));
-    factor = lanes[0];
+  for (int j = 0; j < queries; j += W) Isa::store(rescale + j, Isa::exp2(Isa::load(rescale + j)));
+  for (int j = 0; j < queries; ++j) {
+    float* s = scores + j * kBlockTokens;
+    // With every score at -inf so far there is nothing to be relative to.
+    const V base = Isa::set1(running_max[j] == kNegInf ? 0.0f : running_max[j]);
+    V total = Isa::zero();
+    for (int t = 0; t < padded; t += W) {
+      const V weight = Isa::exp2(Isa::sub(Isa::load(s + t), base));
+      Isa::store(s + t, weight);
+      total = Isa::add(total, weight);
+    }
+    running_sum[j] = running_sum[j] * rescale[j] + Isa::reduce_add(total);
   }
-  *running_max = new_max;
-  *running_sum = *running_sum * factor + Isa::reduce_add(total);
-  return factor;
 }
 
 }  // namespace

@@ -69,11 +69,12 @@ struct Kernel {
 
 constexpr int kBlockTokens = 64;
 constexpr int kMaxHeadDim = 256;
+constexpr int kMaxLanes = 16;  // floats of the widest vector
 
 // Packed queries, then one block of scores and one rescale factor per query of a group.
 [[maybe_unused]] static size_t scratch_floats(const Shape& shape) {
   const size_t group = shape.q_heads / shape.kv_heads;
-  return static_cast<size_t>(shape.q_heads) * shape.head_dim + group * (kBlockTokens + 1);
+  return static_cast<size_t>(shape.q_heads) * shape.head_dim + group * (kBlockTokens + 1) + kMaxLanes;
 }
 
 }  // namespace cpu_attn

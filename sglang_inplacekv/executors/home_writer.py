@@ -1,0 +1,67 @@
+"""Prefill straight to homes: pages that a forward begins and completes never touch a window.
+
+Per layer the pages are packed in their homes' layout into a staging tensor (on a GPU: by the GPU) and copied on the write
+queue while later layers compute. At most STAGING_LAYERS layers are staged at once: that is the back-pressure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from sglang_inplacekv.executors.tile_stream import adjacent_runs
+from sglang_inplacekv.layout import ROLE_COMPUTE, STAGING_LAYERS
+from sglang_inplacekv.queues import WorkQueue
+from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.step_plan import StepPlan
+from sglang_inplacekv.tickets import Ticket
+
+
+class HomeWriter:
+    """The home writes of one forward. One ticket stands for all of them; readers of any of the pages wait on it."""
+
+    def __init__(self, regions: Regions, write_queue: WorkQueue, plan: StepPlan) -> None:
+        self._regions, self._queue, self._who = regions, write_queue, plan.who
+        page_size = regions.sizes.page_size
+        pages = np.array([write.page for write in plan.home_writes], dtype=np.int64)
+        first = np.array([write.first_token for write in plan.home_writes], dtype=np.int64)
+        self._count = len(pages)
+        self._tokens = torch.from_numpy((first[:, None] + np.arange(page_size)).reshape(-1))
+        roles = [regions.homes.role_of(page) for page in pages.tolist()]
+        self._computed = torch.tensor(roles, dtype=torch.int64) == ROLE_COMPUTE
+        self._runs = adjacent_runs(pages, regions.sizes)
+        self._staged: deque[Ticket] = deque()
+        self._ticket = Ticket(f"prefill write of {self._count} host pages ({self._who})")
+        regions.homes.set_ticket(pages.tolist(), self._ticket)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+        """Stage and queue one layer; k and v [tokens, kv_heads, head_dim] are the caller's again on return."""
+        if not self._count:
+            return
+        if len(self._staged) == STAGING_LAYERS:
+            self._staged.popleft().wait(timeout_s, f"{self._who}, layer {layer}, prefill staging,")
+        staged, arena = self._pack(k, v), self._regions.arena
+        last = layer == self._regions.shape.layers - 1
+
+        def copy() -> None:
+            try:
+                for chunk, slot, place, count in self._runs:
+                    arena.raw_pages(chunk, layer)[slot : slot + count].copy_(staged[place : place + count])
+            except BaseException as error:
+                self._ticket.fail(error)
+                raise
+            if last:
+                self._ticket.complete()
+
+        self._staged.append(self._queue.submit(copy, f"prefill write, layer {layer}"))
+
+    def _pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shape = self._regions.shape
+        staged = torch.empty(self._count, 2, shape.block_bytes // shape.dtype.itemsize, dtype=shape.dtype)
+        for part, source in enumerate((k, v)):
+            tokens = source[self._tokens].view(self._count, shape.page_size, shape.kv_heads, shape.head_dim)
+            staged[self._computed, part] = tokens[self._computed].transpose(1, 2).flatten(1)
+            staged[~self._computed, part] = tokens[~self._computed].flatten(1)
+        return staged
