@@ -95,6 +95,9 @@ struct Isa {
     }
   }
 
+  // Keeps the compiler from folding one load into each of its uses: loads are what runs out.
+  static void hold(V& a) { asm("" : "+v"(a)); }
+
   static void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
   static uint64_t read(const char* data, size_t bytes) {

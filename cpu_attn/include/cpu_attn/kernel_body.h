@@ -25,17 +25,18 @@ struct Work {
   State state;
 };
 
-template <Dtype D>
 void pack_queries(const Shape& shape, const Segment& segment, float* packed) {
   const int d = shape.head_dim;
   float natural[kMaxHeadDim];
   for (int h = 0; h < shape.q_heads; ++h) {
     const char* q = segment.q + h * segment.q_head_stride;
-    if (shape.q_dtype == Dtype::kFloat32) widen_row<Dtype::kFloat32>(q, d, natural);
-    if (shape.q_dtype == Dtype::kFloat16) widen_row<Dtype::kFloat16>(q, d, natural);
-    if (shape.q_dtype == Dtype::kBFloat16) widen_row<Dtype::kBFloat16>(q, d, natural);
-    for (int i = 0; i < d; ++i)
-      packed[h * d + packed_index<D>(i, d)] = natural[i] * shape.scale_log2;
+    if (shape.q_dtype == Dtype::kFloat32)
+      widen_row<Dtype::kFloat32>(q, d, shape.scale_log2, natural);
+    else if (shape.q_dtype == Dtype::kFloat16)
+      widen_row<Dtype::kFloat16>(q, d, shape.scale_log2, natural);
+    else
+      widen_row<Dtype::kBFloat16>(q, d, shape.scale_log2, natural);
+    to_lane_order(shape.kv_dtype, natural, d, packed + h * d);
   }
 }
 
@@ -126,7 +127,7 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
   const int group = shape.q_heads / shape.kv_heads;
   float* scores = scratch + static_cast<size_t>(shape.q_heads) * shape.head_dim;
   const Work work{shape, regions, segment, scratch, scores, scores + group * kBlockTokens, state};
-  pack_queries<D>(shape, segment, scratch);
+  pack_queries(shape, segment, scratch);
   for (int h = 0; h < shape.q_heads; ++h) {
     state.max[h] = kNegInf;
     state.sum[h] = 0.0f;
@@ -187,9 +188,7 @@ void finish(const Shape& shape, const State* states, int count, int h, float* ou
   }
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   *lse = sum == 0.0f ? kNegInf : top + log2f(sum);
-  const bool bf16 = shape.kv_dtype == Dtype::kBFloat16;
-  for (int i = 0; i < d; ++i)
-    out[i] = inverse * packed[bf16 ? packed_index<Dtype::kBFloat16>(i, d) : i];
+  from_lane_order(shape.kv_dtype, packed, d, inverse, out);
 }
 
 uint64_t read_bytes(const char* data, size_t bytes) { return Isa::read(data, bytes); }

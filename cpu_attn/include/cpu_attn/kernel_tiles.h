@@ -25,17 +25,39 @@ struct Rows {
   int count;
 };
 
-template <Dtype D>
-int packed_index(int i, int head_dim) {
-  if (!Isa::kInterleavesBf16 || D != Dtype::kBFloat16) return i;
-  const int chunk = i / (2 * W) * (2 * W);
-  if (chunk + 2 * W > head_dim) return i;
-  return chunk + (i - chunk) / 2 + (i % 2) * W;
+constexpr bool interleaved(Dtype dtype) {
+  return Isa::kInterleavesBf16 && dtype == Dtype::kBFloat16;
+}
+
+// Between natural and lane order, [head_dim] each; the copy back also multiplies.
+void to_lane_order(Dtype dtype, const float* natural, int d, float* packed) {
+  int c = 0;
+  if (interleaved(dtype)) {
+    for (; c + 2 * W <= d; c += 2 * W)
+      for (int i = 0; i < W; ++i) {
+        packed[c + i] = natural[c + 2 * i];
+        packed[c + W + i] = natural[c + 2 * i + 1];
+      }
+  }
+  for (; c < d; ++c) packed[c] = natural[c];
+}
+
+void from_lane_order(Dtype dtype, const float* packed, int d, float factor, float* natural) {
+  int c = 0;
+  if (interleaved(dtype)) {
+    for (; c + 2 * W <= d; c += 2 * W)
+      for (int i = 0; i < W; ++i) {
+        natural[c + 2 * i] = packed[c + i] * factor;
+        natural[c + 2 * i + 1] = packed[c + W + i] * factor;
+      }
+  }
+  for (; c < d; ++c) natural[c] = packed[c] * factor;
 }
 
 template <Dtype QD>
-void widen_row(const char* q, int head_dim, float* out) {
-  for (int i = 0; i < head_dim; i += W) Isa::store(out + i, Isa::load_one<QD>(q + i * dtype_bytes(QD)));
+void widen_row(const char* q, int d, float factor, float* out) {
+  for (int i = 0; i < d; i += W)
+    Isa::store(out + i, Isa::mul(Isa::load_one<QD>(q + i * dtype_bytes(QD)), Isa::set1(factor)));
 }
 
 // Scores of Q queries against every row: s[q][t] = q . k[t].
@@ -62,9 +84,12 @@ void score_tile(const float* q, int d, const Rows& rows, const Rows* ahead, floa
         for (int i = 0; i < T; ++i) Isa::load_pair<D>(k[i] + c * dtype_bytes(D), lo[i], hi[i]);
 #pragma GCC unroll 16
         for (int j = 0; j < Q; ++j) {
-          const V a = Isa::load(q + j * d + c), b = Isa::load(q + j * d + c + W);
+          V a = Isa::load(q + j * d + c);
+          Isa::hold(a);
 #pragma GCC unroll 16
           for (int i = 0; i < T; ++i) acc[j][i] = Isa::fma(lo[i], a, acc[j][i]);
+          V b = Isa::load(q + j * d + c + W);
+          Isa::hold(b);
 #pragma GCC unroll 16
           for (int i = 0; i < T; ++i) acc[j][i] = Isa::fma(hi[i], b, acc[j][i]);
         }
