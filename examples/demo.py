@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from serving import Server
 
-from sglang_inplacekv.models import checkpoint_path, long_text, prepare_smollm2
+from sglang_inplacekv.models import long_text, prepare_smollm2
 
 NEW_TOKENS = 48
 TOLERANCE = 1e-4
@@ -174,7 +174,7 @@ def compare(stock: list[dict], inplace: list[dict]) -> bool:
 def main() -> int:
     started = time.monotonic()
     say("== model: SmolLM2-135M-Instruct")
-    model = prepare_smollm2(checkpoint_path("smollm2"))
+    model = prepare_smollm2()
     stock, _ = serve("stock SGLang", str(model), STOCK_FLAGS, watch=False)
     inplace, peak = serve("four-region cache", str(model), INPLACE_FLAGS, watch=True)
     say("\n== answers, side by side")

@@ -25,8 +25,6 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache, homes: HomeTable
     ) -> None:
         self.homes = homes
-        self.device_evicted_tokens = 0
-        self._fruitless_evictable: int | None = None
         super().__init__(size, page_size, dtype, device, kvcache, need_sort=False)
 
     def clear(self) -> None:
@@ -107,22 +105,14 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         return done
 
     def _evict_until_device_fits(self, tree_cache, wanted_pages: int) -> None:
-        evictable = tree_cache.evictable_size()
-        # A walk that won no D page would win none again until something new became evictable.
-        if self._fruitless_evictable is not None and evictable <= self._fruitless_evictable:
-            return
-        start_pages, lost_tokens = self.homes.device_free_pages, 0
-        cap_tokens = self.homes.sizes.device_pages * self.page_size
+        lost_tokens, cap_tokens = 0, self.homes.sizes.device_pages * self.page_size
         while (
-            self.homes.device_free_pages < wanted_pages
+            (short := wanted_pages - self.homes.device_free_pages) > 0
             and lost_tokens < cap_tokens
             and self._kvcache.idle_device_pages() > 0
         ):
-            short = wanted_pages - self.homes.device_free_pages
             evicted = tree_cache.evict(EvictParams(num_tokens=short * self.page_size)).num_tokens_evicted
             if evicted == 0:
                 break
             lost_tokens += evicted
-        self.device_evicted_tokens += lost_tokens
-        fruitless = lost_tokens > 0 and self.homes.device_free_pages == start_pages
-        self._fruitless_evictable = tree_cache.evictable_size() if fruitless else None
+        self.homes.device_evicted_tokens += lost_tokens

@@ -11,7 +11,7 @@ import cpu_attn
 from sglang_inplacekv import hooks
 from sglang_inplacekv.allocator import InplaceAllocator
 from sglang_inplacekv.compat import BACKEND_NAME
-from sglang_inplacekv.config import ConfigError, InplaceConfig
+from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.sizing import kv_shape, take_planned
@@ -19,6 +19,7 @@ from sglang_inplacekv.sizing import kv_shape, take_planned
 logger = logging.getLogger(__name__)
 
 
+@refuses_in_one_line
 def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
     if torch.device(kvc.device).type != "cpu":
@@ -67,6 +68,7 @@ def build_allocator(pool: InplaceMHAPool) -> InplaceAllocator:
     return InplaceAllocator(pool.size, pool.page_size, pool.dtype, pool.device, pool, pool.regions.homes)
 
 
+@refuses_in_one_line
 def build_backend(runner):
     """Factory behind `--attention-backend inplacekv`; runs in the scheduler process, and refuses rather than serve wrongly."""
     from sglang_inplacekv.backend import InplaceAttnBackend, check_model

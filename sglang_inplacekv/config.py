@@ -6,10 +6,17 @@ is what reaches both the spawned scheduler process and `sglang.Engine`, which ta
 
 from __future__ import annotations
 
+import functools
+import logging
+import multiprocessing
 import os
 import re
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "SGLANG_INPLACEKV_"
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -18,6 +25,30 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 class ConfigError(ValueError):
     """A flag that was asked for something impossible; the text names flag, asked and possible."""
+
+
+def refuses_in_one_line(function: Callable) -> Callable:
+    """Decorate what SGLang calls at start-up in its scheduler process, where it would bury a ConfigError in a traceback.
+
+    There the error becomes one log line, and the server is ended as SGLang ends it for any failure of that process. In
+    every other process, a program that embeds the scheduler included, the error is raised as usual.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            server = multiprocessing.parent_process()
+            if server is None:
+                raise
+            logger.error(f"InplaceKV refuses to start: {error}")
+            if server.is_alive() and server.pid:
+                os.kill(server.pid, signal.SIGQUIT)
+            # SGLang catches Exception around this call; SystemExit passes.
+            sys.exit(1)
+
+    return wrapper
 
 
 @dataclass(frozen=True)

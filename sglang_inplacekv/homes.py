@@ -22,6 +22,7 @@ class HomeTable:
     def __init__(self, sizes: RegionSizes, scope: WriteScope, wait_timeout_s: float) -> None:
         self.sizes, self.scope = sizes, scope
         self._timeout_s = wait_timeout_s
+        self.device_evicted_tokens = 0  # cached tokens given up, since start, to make room in D
         self.tickets: dict[int, Ticket] = {}  # of pages, free or not, whose home is still being written
         self.clear()
 

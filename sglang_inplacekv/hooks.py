@@ -1,7 +1,8 @@
 """Every hook into SGLang, each with its reason. Registered by the plugin, verified before the server serves.
 
-SGLang logs and swallows whatever goes wrong while hooks are applied. So the attention backend's factory calls `verify`,
-in the scheduler process, and refuses to start unless each of them is live.
+SGLang logs and swallows whatever goes wrong while hooks are applied. So `verify` is called in the main process, when our
+backend is seen to be selected, and again in the scheduler process, by the backend's factory: the server starts only if each
+of them is live in both.
 """
 
 from __future__ import annotations
@@ -93,13 +94,17 @@ def _from_cli_args(original, cls, args):
     return original(cls, args)
 
 
-def _before_resolution(args, *_):
-    from sglang_inplacekv.server_defaults import prepare_server_args
+def _resolve_once(original, args):
+    from sglang_inplacekv import server_defaults
 
-    if getattr(args, "_resolution_finished", False):
-        return
+    if getattr(args, "_resolution_finished", False) or not server_defaults.is_selected(args):
+        return original(args)
     try:
-        prepare_server_args(args)
+        verify()
+        server_defaults.prepare_server_args(args)
+        result = original(args)
+        server_defaults.check_resolved(args)
+        return result
     except ConfigError as error:
         if not _came_from_cli:
             raise
@@ -152,9 +157,9 @@ HOOKS = (
     ),
     Hook(
         "sglang.srt.server_args.ServerArgs.resolve_once",
-        HookType.BEFORE,
-        _before_resolution,
-        "defaults and conflicts; the last moment the CLI and Engine both pass while fields may be set "
+        HookType.AROUND,
+        _resolve_once,
+        "defaults, conflicts and budgets; the last moment the CLI and Engine both pass while fields may be set "
         "(msgspec calls the __post_init__ it saw at class creation, so a hook there never runs)",
     ),
 )
@@ -166,10 +171,10 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Raise RuntimeError unless every hook that this file declares wraps its target right now."""
+    """Raise ConfigError unless every hook that this file declares wraps its target right now."""
     for name, target in _EXPECTED.items():
         if not _is_live(globals()[name], target):
-            raise RuntimeError(
+            raise ConfigError(
                 f"--attention-backend {BACKEND_NAME}: the hook on {target} did not take, so SGLang would run without it; "
                 "see the plugin errors above in the log"
             )
@@ -195,5 +200,5 @@ _EXPECTED = {
     "_support_triton": "sglang.srt.utils.common.support_triton",
     "_add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
     "_from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
-    "_before_resolution": "sglang.srt.server_args.ServerArgs.resolve_once",
+    "_resolve_once": "sglang.srt.server_args.ServerArgs.resolve_once",
 }

@@ -136,11 +136,12 @@ def plan_regions(
     windows = window_count(max_running_requests)
     device_pages = _device_pages(config, shape, windows, tile_pages, device_bytes_auto, staging_tokens)
     host_bytes = config.host_memory_bytes if config.host_memory_bytes is not None else host_bytes_auto
+    asked = _asked(config.host_memory_bytes, host_bytes)
     chunk_pages = max(1, min(MAX_CHUNK_BYTES, host_bytes // MIN_CHUNKS) // shape.page_bytes)
     host_pages = host_bytes // (chunk_pages * shape.page_bytes) * chunk_pages
     if host_pages == 0:
         raise ConfigError(
-            f"--inplacekv-host-memory: asked {host_bytes} bytes, possible is at least one chunk of "
+            f"--inplacekv-host-memory: asked {asked}, possible is at least one chunk of "
             f"{chunk_pages * shape.page_bytes} bytes ({chunk_pages} page of {shape.page_size} tokens x {shape.token_bytes} bytes)"
         )
     if capacity_tokens is not None:
@@ -148,6 +149,10 @@ def plan_regions(
         host_pages = max(0, min(host_pages, pages - device_pages))
         device_pages = min(device_pages, pages)
     return RegionSizes(device_pages, windows, host_pages, chunk_pages, tile_pages, shape.page_size)
+
+
+def _asked(flag_bytes: int | None, budget_bytes: int) -> str:
+    return f"{budget_bytes} bytes" if flag_bytes is not None else f"auto ({budget_bytes} bytes)"
 
 
 def _device_pages(
@@ -167,8 +172,8 @@ def _device_pages(
     left = budget - window_bytes - tile_bytes - staging_bytes
     if left < 0:
         raise ConfigError(
-            f"--inplacekv-gpu-memory: asked {budget} bytes, possible is at least {budget - left} bytes = {windows} windows "
-            f"{window_bytes} + two P tiles {tile_bytes} + prefill staging {staging_bytes}; lower --max-running-requests, "
-            "--page-size or --chunked-prefill-size to need less"
+            f"--inplacekv-gpu-memory: asked {_asked(config.gpu_memory_bytes, budget)}, possible is at least "
+            f"{budget - left} bytes = {windows} windows {window_bytes} + two P tiles {tile_bytes} + prefill staging "
+            f"{staging_bytes}; lower --max-running-requests, --page-size or --chunked-prefill-size to need less"
         )
     return left // shape.page_bytes

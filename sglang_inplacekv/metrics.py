@@ -45,11 +45,7 @@ class StepMetrics:
                 "region_fallback_pages", "Pages that got the other role for want of room, since start."
             ),
         }
-        self._gauges["target"].set(self._regions.scope.target_share)
-        for name in ("effective", "fallback"):
-            self._gauges[name].set(0)
-        for region in _REGIONS:
-            self._gauges["tokens"].labels(region).set(0)
+        self._export(dict.fromkeys(_REGIONS, 0))
 
     def observe(self, plan: StepPlan) -> None:
         held = self._regions.tokens_by_region()
@@ -77,3 +73,5 @@ class StepMetrics:
         self._gauges["target"].set(self._regions.scope.target_share)
         self._gauges["effective"].set(self.effective_share)
         self._gauges["fallback"].set(self._regions.scope.fallback_pages)
+        self._gauges["flushed"].set(self._regions.windows.flushed_pages)
+        self._gauges["evicted"].set(self._regions.homes.device_evicted_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, unwrap_write_loc
 
@@ -32,6 +33,7 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
         self._req_to_token_pool = req_to_token_pool
+        self._row_pages: dict[int, tuple[int, np.ndarray]] = {}  # row -> its generation and D pages when last run
         self.k_buffer = self.v_buffer = None
         self.head_num, self.head_dim, self.v_head_dim = shape.kv_heads, shape.head_dim, shape.head_dim
         KVCache.__init__(
@@ -50,6 +52,7 @@ class InplaceMHAPool(MHATokenToKVPool):
     def begin_forward(self, spans: list[Span], is_decode: bool) -> StepPlan:
         """Plan the forward over `spans` and start its transfers."""
         self.executor.acknowledge()
+        self._note_device_pages(spans)
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan)
         return self.plan
@@ -81,16 +84,23 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.executor.drain()
         self.regions.windows.forget_all()
         self.regions.homes.outstanding()
-        self.planner.row_device_pages.clear()
+        self._row_pages.clear()
+
+    def _note_device_pages(self, spans: list[Span]) -> None:
+        for span in spans:
+            generation = int(self._req_to_token_pool.req_generation[span.row])
+            self._row_pages[span.row] = (generation, span.pages[span.pages < self.regions.sizes.first_host_page])
 
     def idle_device_pages(self) -> int:
-        """D pages that no row of a live request uses: what only the prefix cache keeps."""
-        free_rows = set(self._req_to_token_pool.free_slots)
-        live: set[int] = set()
-        for row, pages in self.planner.row_device_pages.items():
-            if row not in free_rows:
-                live.update(pages.tolist())
-        return self.regions.homes.device_used_pages - len(live)
+        """D pages that no live request was seen to use: what only the prefix cache keeps."""
+        rows = self._req_to_token_pool
+        free_rows = set(rows.free_slots)
+        live = np.zeros(self.regions.sizes.first_host_page, dtype=bool)
+        for row, (generation, pages) in self._row_pages.items():
+            # A row that was handed on since then says nothing about its new request.
+            if row not in free_rows and generation == int(rows.req_generation[row]):
+                live[pages] = True
+        return self.regions.homes.device_used_pages - int(live.sum())
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of (K, V): device tensors and host arena together, halves of one."""

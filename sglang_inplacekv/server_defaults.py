@@ -8,6 +8,7 @@ import torch
 
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
+from sglang_inplacekv.layout import SUPPORTED_HEAD_DIMS
 
 DEFAULT_PAGE_SIZE = 256
 DEFAULT_CHUNK_TOKENS = 8192
@@ -32,6 +33,10 @@ _MUST_BE_OFF: dict[str, tuple[Any, ...]] = {
     "enable_streaming_session": (False,),
     "prefill_only_disable_kv_cache": (False,),
     "disaggregation_mode": ("null",),
+    "enable_pdmux": (False,),
+    "dllm_algorithm": (None,),
+    "kv_canary": ("none",),
+    "enable_torch_compile": (False,),
 }
 _MUST_BE_ONE = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
 _FILLED: dict[str, Any] = {
@@ -42,14 +47,16 @@ _FILLED: dict[str, Any] = {
 }
 
 
-def prepare_server_args(args: Any) -> None:
-    """Fill and check `args` in place, before SGLang resolves it. No-op unless our backend is selected."""
-    if BACKEND_NAME not in (
+def is_selected(args: Any) -> bool:
+    return BACKEND_NAME in (
         args.attention_backend,
         args.prefill_attention_backend,
         args.decode_attention_backend,
-    ):
-        return
+    )
+
+
+def prepare_server_args(args: Any) -> None:
+    """Fill and check `args`, which select our backend, in place before SGLang resolves them."""
     InplaceConfig.from_env()
     _refuse_conflicts(args)
     for field, value in _FILLED.items():
@@ -58,6 +65,49 @@ def prepare_server_args(args: Any) -> None:
     args.disable_overlap_schedule = True
     _check_page_size(args)
     _fill_chunk(args)
+
+
+def check_resolved(args: Any) -> None:
+    """Check what SGLang made of `args`, and budgets and model before the model is loaded."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolving_view
+
+    from sglang_inplacekv.sizing import check_budgets
+
+    settings = resolving_view(args)
+    if settings.model_path.lower() in ("none", "dummy"):
+        return  # SGLang resolves nothing more for these either
+    backends = attention_backends_of(settings)
+    if backends != (BACKEND_NAME, BACKEND_NAME):
+        raise ConfigError(
+            f"--attention-backend: asked {BACKEND_NAME}, possible with this model are {' and '.join(backends)}, "
+            "which SGLang chooses for it"
+        )
+    for phase in ("decode", "prefill"):
+        graphs = getattr(settings.cuda_graph_config, phase).backend
+        if graphs != "disabled":
+            _refuse("cuda_graph_config", f"{phase} {graphs}", f"{phase} disabled")
+    _check_chunk(settings)
+    model_config = model_config_of(args)
+    _check_model(model_config)
+    check_budgets(settings, model_config)
+
+
+def _check_model(model_config: Any) -> None:
+    """Refuse what the configuration alone gives away; the layers themselves are checked when they exist."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    def refuse(asked: str, possible: str) -> None:
+        raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked {asked}, possible are {possible}")
+
+    if model_config.attention_arch == AttentionArch.MLA:
+        refuse("an MLA model", "GQA and MHA models")
+    if mambaish_config(model_config) is not None:
+        refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")
+    if model_config.is_hybrid_swa:
+        refuse("a model with sliding-window layers", "models with full attention in every layer")
+    if model_config.head_dim not in SUPPORTED_HEAD_DIMS:
+        refuse(f"head_dim {model_config.head_dim}", ", ".join(map(str, SUPPORTED_HEAD_DIMS)))
 
 
 def _refuse(field: str, asked: Any, possible: Any) -> None:
@@ -90,13 +140,20 @@ def _refuse_conflicts(args: Any) -> None:
 def _check_page_size(args: Any) -> None:
     if args.page_size < 2:
         _refuse("page_size", args.page_size, f"2 or more (default {DEFAULT_PAGE_SIZE})")
+    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
+        _refuse("max_total_tokens", args.max_total_tokens, f"at least one page, --page-size {args.page_size}")
 
 
 def _fill_chunk(args: Any) -> None:
-    page, chunk = args.page_size, args.chunked_prefill_size
-    if chunk is None:
+    page = args.page_size
+    if args.chunked_prefill_size is None:
         on_cpu = args.device == "cpu" or not torch.cuda.is_available()
         wanted = DEFAULT_CHUNK_TOKENS_CPU if on_cpu else DEFAULT_CHUNK_TOKENS
         args.chunked_prefill_size = max(1, wanted // page) * page
-    elif chunk != -1 and chunk % page:
+    _check_chunk(args)
+
+
+def _check_chunk(settings: Any) -> None:
+    page, chunk = settings.page_size, settings.chunked_prefill_size
+    if chunk != -1 and (chunk < page or chunk % page):
         _refuse("chunked_prefill_size", chunk, f"-1 or a multiple of --page-size {page}")

@@ -1,6 +1,13 @@
-"""Pool sizes for SGLang's configurator: capacity is what the host and D hold together."""
+"""Pool sizes for SGLang's configurator: capacity is what the host and D hold together.
+
+The same arithmetic runs twice: in the main process, so that an impossible budget is refused before any weight is loaded, and in
+the scheduler process, where what it yields is allocated.
+"""
 
 from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
@@ -8,28 +15,79 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from sglang_inplacekv.arena import check_host_budget, host_memory_available
 from sglang_inplacekv.compat import BACKEND_NAME
-from sglang_inplacekv.config import ConfigError, InplaceConfig
+from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.layout import KVShape, RegionSizes, plan_regions
 
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 # Without a GPU there is no device memory to size D from: a bounded stand-in, and the user's own figure beats it.
 _CPU_DEVICE_BYTES = 2**30
 _HOST_SHARE_AUTO = 0.5
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What the model and SGLang's settings ask of the KV cache of one rank."""
+
+    shape: KVShape
+    on_cpu: bool
+    max_running_requests: int
+    context_tokens: int
+    chunk_tokens: int  # longest prefill chunk
+
+    @property
+    def reachable_bytes(self) -> int:
+        """What all running requests together can fill, in whole pages."""
+        pages = -(-self.context_tokens // self.shape.page_size)
+        return self.max_running_requests * pages * self.shape.page_bytes
+
+
 def kv_shape(kvc) -> KVShape:
     """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
-    if kvc.kv_cache_dtype not in SUPPORTED_DTYPES:
-        possible = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-        raise ConfigError(
-            f"--kv-cache-dtype: asked {kvc.kv_cache_dtype_str}, possible with {BACKEND_NAME} are {possible}"
-        )
+    if kvc.kv_cache_dtype not in _KV_DTYPES.values():
+        _refuse_dtype(kvc.kv_cache_dtype_str)
     return KVShape(
         layers=kvc.layer_info.num_effective_layers,
         kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size, get_parallel().attn_dcp_size),
         head_dim=kvc.model_config.head_dim,
         dtype=kvc.kv_cache_dtype,
         page_size=kvc.page_size,
+    )
+
+
+def _refuse_dtype(asked: str) -> None:
+    raise ConfigError(
+        f"--kv-cache-dtype: asked {asked}, possible with {BACKEND_NAME} are auto, {', '.join(_KV_DTYPES)}"
+    )
+
+
+def check_budgets(settings, model_config) -> None:
+    """Refuse, before the model is loaded, budgets that the scheduler process would refuse after."""
+    if settings.kv_cache_dtype != "auto" and settings.kv_cache_dtype not in _KV_DTYPES:
+        _refuse_dtype(settings.kv_cache_dtype)
+    shape = KVShape(
+        layers=model_config.num_hidden_layers,
+        kv_heads=model_config.get_num_kv_heads(1, 1),
+        head_dim=model_config.head_dim,
+        dtype=_KV_DTYPES.get(settings.kv_cache_dtype, model_config.dtype),
+        page_size=settings.page_size,
+    )
+    # How much memory a GPU has left is not known before the weights are loaded.
+    plan_for(_demand(shape, settings.device, settings, model_config), sys.maxsize, None)
+
+
+def _demand(shape: KVShape, device: str, settings, model_config) -> Demand:
+    chunk = settings.chunked_prefill_size
+    return Demand(
+        shape,
+        on_cpu=torch.device(device).type == "cpu",
+        max_running_requests=settings.max_running_requests,
+        context_tokens=model_config.context_len,
+        chunk_tokens=chunk if chunk and chunk > 0 else model_config.context_len,
     )
 
 
@@ -58,27 +116,39 @@ class InplacePoolConfigurator(MemoryPoolConfigurator):
     ) -> MemoryPoolConfig:
         return self._plan(max_total_num_tokens)
 
+    @refuses_in_one_line
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:
-        sizes = plan_for(self._kvc, self._available_bytes, capacity_tokens)
-        _planned[id(self._kvc)] = sizes
+        kvc = self._kvc
+        demand = _demand(kv_shape(kvc), kvc.device, get_schedule(), kvc.model_config)
+        sizes = plan_for(demand, self._available_bytes, capacity_tokens)
+        _planned[id(kvc)] = sizes
         return MemoryPoolConfig(max_total_num_tokens=sizes.capacity_tokens)
 
 
-def plan_for(kvc, available_bytes: int, capacity_tokens: int | None) -> RegionSizes:
-    config, shape, schedule = InplaceConfig.from_env(), kv_shape(kvc), get_schedule()
-    on_cpu = torch.device(kvc.device).type == "cpu"
+def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> RegionSizes:
+    """Regions for `demand` where the device has `device_bytes` left; ConfigError if a budget cannot be met."""
+    config, shape = InplaceConfig.from_env(), demand.shape
     host_available = host_memory_available()
-    reachable_tokens = schedule.max_running_requests * kvc.model_config.context_len
-    host_auto = min(int(host_available * _HOST_SHARE_AUTO), reachable_tokens * shape.token_bytes)
-    chunk = schedule.chunked_prefill_size
     sizes = plan_regions(
         config,
         shape,
-        max_running_requests=schedule.max_running_requests,
-        device_bytes_auto=min(available_bytes, _CPU_DEVICE_BYTES) if on_cpu else available_bytes,
-        host_bytes_auto=host_auto,
-        staging_tokens=chunk if chunk and chunk > 0 else kvc.model_config.context_len,
+        max_running_requests=demand.max_running_requests,
+        device_bytes_auto=min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes,
+        host_bytes_auto=min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes),
+        staging_tokens=demand.chunk_tokens,
         capacity_tokens=capacity_tokens,
     )
-    check_host_budget(sizes.host_pages * shape.page_bytes, host_available)
+    arena_bytes = sizes.host_pages * shape.page_bytes
+    check_host_budget(arena_bytes, host_available)
+    if demand.on_cpu:
+        _check_stand_in(sizes.device_tensor_pages * shape.page_bytes, host_available - arena_bytes)
     return sizes
+
+
+def _check_stand_in(asked_bytes: int, available_bytes: int) -> None:
+    """On a CPU host the device tensors are system RAM as well."""
+    if asked_bytes > available_bytes:
+        raise ConfigError(
+            f"--inplacekv-gpu-memory: asked {asked_bytes} bytes for D and windows, which without a GPU are system RAM, "
+            f"possible are at most {available_bytes} bytes that this host and its cgroup allow beside --inplacekv-host-memory"
+        )

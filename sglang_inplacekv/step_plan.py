@@ -88,7 +88,6 @@ class Planner:
         self.homes, self.windows = homes, windows
         self.sizes = homes.sizes
         self._timeout_s = wait_timeout_s
-        self.row_device_pages: dict[int, np.ndarray] = {}
 
     def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
         plan = StepPlan(list(spans), is_decode)
@@ -133,7 +132,6 @@ class Planner:
         read_end = span.length if is_decode else span.prefix
         ids = np.asarray(span.pages[: -(-read_end // size)], dtype=np.int64)
         place = np.where(ids < first_host, ids, -1)
-        self.row_device_pages[span.row] = np.asarray(span.pages)[np.asarray(span.pages) < first_host]
         for index in np.flatnonzero(place < 0):
             window = self.windows.window_of(int(ids[index]))
             if window is not None:

@@ -31,6 +31,7 @@ class WindowTable:
         self._window_of: dict[int, int] = {}
         self._flushes: deque[Flush] = deque()
         self._on_release = on_release
+        self.flushed_pages = 0  # since start
 
     @property
     def free_count(self) -> int:
@@ -75,6 +76,7 @@ class WindowTable:
             if self._window_of.get(flush.page) == flush.window:
                 del self._window_of[flush.page]
             self._release(flush.window)
+            self.flushed_pages += 1
             done.append(flush)
         return done
 

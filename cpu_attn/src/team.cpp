@@ -25,15 +25,6 @@ void for_each_worker(int threads, const F& f) {
   for (int w = omp_get_thread_num(); w < threads; w += omp_get_num_threads()) f(w);
 }
 
-// Head-major regions keep one head's tokens together; a longer turn means fewer jumps. Otherwise
-// all heads of a token share lines and pages, and a short turn uses them while they are cached.
-int32_t tokens_per_turn(const Kv& kv) {
-  const int64_t row = kv.head_dim * dtype_bytes(kv.dtype);
-  for (const Region& r : kv.regions)
-    if (r.k_token != row || r.v_token != row) return kBlockTokens;
-  return 4 * kBlockTokens;
-}
-
 }  // namespace
 
 float* Team::arena(size_t floats) {
@@ -50,7 +41,7 @@ void Team::decode(const DecodeCall& call) {
   const Kernel& kernel = *call.kernel;
   make_plan(call.table, kv.regions, kv.page_size, threads_, plan_);
   const Shape shape{call.q_heads,  kv.kv_heads, kv.head_dim, kv.page_size, kv.dtype,
-                    call.q_dtype, call.scale * 1.4426950408889634f, tokens_per_turn(kv)};
+                    call.q_dtype, call.scale * 1.4426950408889634f};
 
   const size_t heads = lines(call.q_heads);
   const size_t state_floats = lines(static_cast<size_t>(call.q_heads) * kv.head_dim) + 2 * heads;

@@ -98,6 +98,7 @@ struct Isa {
   // Keeps the compiler from folding one load into each of its uses: loads are what runs out.
   static void hold(V& a) { asm("" : "+v"(a)); }
 
+  // Into the second level: a burst of prefetches into the first one stalls on its few fill buffers.
   static void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
   static uint64_t read(const char* data, size_t bytes) {

@@ -113,7 +113,9 @@ struct Isa {
     b = load_one<D>(p + kWidth * dtype_bytes(D));
   }
 
-  static void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+  static void hold(V&) {}
+
+  static void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
   static uint64_t read(const char* data, size_t bytes) {
     uint64_t sum[4] = {};

@@ -1,10 +1,10 @@
 // The walk of one worker over its tokens, and the merge of partial states. Include after exactly one
 // isa_*.h; defines kernel() with internal linkage.
 //
-// For each block of kBlockTokens tokens and each KV head: scores of the whole query group, block
-// maximum, exponentials, weighted V rows. K and V come from memory once for all queries of the
-// group. Block sums start from zero and are folded into the running state once a block, which also
-// bounds the rounding error of long sequences.
+// Turn by turn (kBlockTokens tokens), and head by head within a turn: scores of the whole query
+// group, maxima, exponentials, weighted V rows. K and V come from memory once for all queries of
+// the group. The sums of a turn start from zero and are folded into the running state at its end,
+// which also bounds the rounding error of long sequences.
 #pragma once
 
 #include "cpu_attn/kernel_tiles.h"
@@ -14,6 +14,9 @@ extern "C" float log2f(float);
 
 namespace cpu_attn {
 namespace {
+
+// Two turns of this size fit in the second-level cache of current server cores.
+constexpr int64_t kTurnCacheBytes = 256 << 10;
 
 struct Work {
   const Shape& shape;
@@ -40,20 +43,27 @@ void pack_queries(const Shape& shape, const Segment& segment, float* packed) {
   }
 }
 
-// All heads of up to kBlockTokens tokens: where head 0 of each lies and how far the next head is.
+// Up to kBlockTokens tokens of all heads: where head 0 of each lies and how far its next head is.
 struct Turn {
   Rows first;
   int64_t k_head[kBlockTokens];
   int64_t v_head[kBlockTokens];
+  bool by_token;  // heads lie closer than tokens, and the whole turn fits in the cache twice
 };
 
 void find_turn(const Work& work, int begin, Turn& turn) {
   const Shape& shape = work.shape;
   const int left = work.segment.end - begin;
-  const int count = left < shape.turn_tokens ? left : shape.turn_tokens;
+  const int count = left < kBlockTokens ? left : kBlockTokens;
   turn.first.count = count > 0 ? count : 0;
+  turn.by_token = false;
+  if (count <= 0) return;
   const Entry* entry = work.segment.entries + begin / shape.page_size;
   int offset = begin % shape.page_size;
+  const Region& front = work.regions[entry->region];
+  const int64_t row_bytes = shape.head_dim * dtype_bytes(shape.kv_dtype);
+  turn.by_token = front.k_head < front.k_token &&
+                  2 * kBlockTokens * shape.kv_heads * row_bytes <= kTurnCacheBytes;
   for (int t = 0; t < count; ++entry, offset = 0) {
     const Region& r = work.regions[entry->region];
     const char* k = r.k + entry->page * r.k_page + offset * r.k_token;
@@ -70,8 +80,7 @@ void find_turn(const Work& work, int begin, Turn& turn) {
 }
 
 void rows_of_head(const Turn& turn, int head, Rows& rows) {
-  const int count = turn.first.count;
-  rows.count = count;
+  const int count = rows.count = turn.first.count;
   for (int t = 0; t < count; ++t) {
     rows.k[t] = turn.first.k[t] + head * turn.k_head[t];
     rows.v[t] = turn.first.v[t] + head * turn.v_head[t];
@@ -80,13 +89,38 @@ void rows_of_head(const Turn& turn, int head, Rows& rows) {
   for (int t = count; t % Isa::kAcc != 0; ++t) rows.k[t] = rows.k[t - 1];
 }
 
-void rows_in_memory_order(const Shape& shape, const Turn& turn, int head, Rows& rows) {
+// The share-th of kv_heads equal shares of a turn, token by token with all heads of each.
+void rows_of_share(const Shape& shape, const Turn& turn, int share, Rows& rows) {
+  const int begin = share * kBlockTokens;
+  int t = begin / shape.kv_heads, head = begin % shape.kv_heads;
   rows.count = 0;
-  int t = head * shape.turn_tokens / shape.kv_heads, h = head * shape.turn_tokens % shape.kv_heads;
-  for (; rows.count < shape.turn_tokens && t < turn.first.count; ++rows.count) {
-    rows.k[rows.count] = turn.first.k[t] + h * turn.k_head[t];
-    rows.v[rows.count] = turn.first.v[t] + h * turn.v_head[t];
-    if (++h == shape.kv_heads) h = 0, ++t;
+  for (; rows.count < kBlockTokens && t < turn.first.count; ++rows.count) {
+    rows.k[rows.count] = turn.first.k[t] + head * turn.k_head[t];
+    rows.v[rows.count] = turn.first.v[t] + head * turn.v_head[t];
+    if (++head == shape.kv_heads) {
+      head = 0;
+      ++t;
+    }
+  }
+}
+
+// What to prefetch while `head` of `now` is attended. A turn by token is fetched in memory order
+// during the whole turn before it; any other head by head, one head ahead.
+void rows_ahead(const Shape& shape, const Turn& now, const Turn& next, int head, Rows& rows) {
+  const bool last = head + 1 == shape.kv_heads;
+  if (next.by_token) {
+    rows_of_share(shape, next, head, rows);
+    if (now.by_token || last) return;
+    // From one kind to the other: both are due.
+    Rows same_turn;
+    rows_of_head(now, head + 1, same_turn);
+    prefetch_rows(same_turn, shape.head_dim * dtype_bytes(shape.kv_dtype));
+  } else if (last) {
+    rows_of_head(next, 0, rows);
+  } else if (!now.by_token) {
+    rows_of_head(now, head + 1, rows);
+  } else {
+    rows.count = 0;
   }
 }
 
@@ -137,17 +171,11 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
   Turn turns[2];
   Rows rows, ahead;
   find_turn(work, segment.begin, turns[0]);
-  int i = 0;
-  for (int t = segment.begin; t < segment.end; t += shape.turn_tokens, i ^= 1) {
-    find_turn(work, t + shape.turn_tokens, turns[i ^ 1]);
+  for (int t = segment.begin, i = 0; t < segment.end; t += kBlockTokens, i ^= 1) {
+    find_turn(work, t + kBlockTokens, turns[i ^ 1]);
     for (int head = 0; head < shape.kv_heads; ++head) {
       rows_of_head(turns[i], head, rows);
-#ifdef PF_MEM
-      if (shape.token_major) rows_in_memory_order(shape, turns[i ^ 1], head, ahead);
-      else
-#endif
-      if (head + 1 < shape.kv_heads) rows_of_head(turns[i], head + 1, ahead);
-      else rows_of_head(turns[i ^ 1], 0, ahead);
+      rows_ahead(shape, turns[i], turns[i ^ 1], head, ahead);
       attend_head<D>(work, head, rows, ahead);
     }
   }

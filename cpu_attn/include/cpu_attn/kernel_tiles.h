@@ -60,6 +60,14 @@ void widen_row(const char* q, int d, float factor, float* out) {
     Isa::store(out + i, Isa::mul(Isa::load_one<QD>(q + i * dtype_bytes(QD)), Isa::set1(factor)));
 }
 
+void prefetch_rows(const Rows& rows, int64_t row_bytes) {
+  for (int t = 0; t < rows.count; ++t)
+    for (int64_t b = 0; b < row_bytes; b += 64) {
+      Isa::prefetch(rows.k[t] + b);
+      Isa::prefetch(rows.v[t] + b);
+    }
+}
+
 // Scores of Q queries against every row: s[q][t] = q . k[t].
 template <Dtype D, int Q>
 void score_tile(const float* q, int d, const Rows& rows, const Rows* ahead, float* s) {

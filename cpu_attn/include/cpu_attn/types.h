@@ -34,8 +34,6 @@ struct Shape {
   Dtype kv_dtype;
   Dtype q_dtype;
   float scale_log2;  // softmax scale times log2(e): scores are kept in base 2
-  int32_t turn_tokens;
-  int32_t token_major;
 };
 
 // Tokens [begin, end) of one request, all heads, read by one worker.
