@@ -15,19 +15,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _LOG_INTERVAL_STEPS = 40
 _REGIONS = ("D", "C", "T", "window")
+_GAUGES = {
+    "share_target": "Share of host tokens that the CPU should attend.",
+    "share_effective": "Share of host tokens that the CPU attended in the last decode step.",
+    "region_fallback_pages": "Pages that got the other role for want of room, since start.",
+    "flushed_pages": "Windows copied home, since start.",
+    "device_evicted_tokens": "Cached tokens evicted to make room in D, since start.",
+}
 
 
 class StepMetrics:
-    """Observes every forward. Gauges exist, at 0, from the start when SGLang's metrics are on."""
+    """Observes every forward. All gauges exist from the start when SGLang's metrics are on."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
         self._decode_steps = 0
         self.effective_share = 0.0
+        self._tokens: Gauge | None = None
         self._gauges: dict[str, Gauge] = {}
         # SGLang sets this directory before it spawns the scheduler, and only with --enable-metrics.
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._create_gauges()
+            self._export(dict.fromkeys(_REGIONS, 0))
 
     def _create_gauges(self) -> None:
         from prometheus_client import Gauge
@@ -35,17 +44,8 @@ class StepMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
 
-        self._gauges = {
-            "tokens": gauge("tokens", "Tokens of allocated pages, by region.", ("region",)),
-            "target": gauge("share_target", "Share of host tokens that the CPU should attend."),
-            "effective": gauge(
-                "share_effective", "Share of host tokens that the CPU attended in the last decode step."
-            ),
-            "fallback": gauge(
-                "region_fallback_pages", "Pages that got the other role for want of room, since start."
-            ),
-        }
-        self._export(dict.fromkeys(_REGIONS, 0))
+        self._tokens = gauge("tokens", "Tokens of allocated pages, by region.", ("region",))
+        self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
 
     def observe(self, plan: StepPlan) -> None:
         held = self._regions.tokens_by_region()
@@ -56,8 +56,7 @@ class StepMetrics:
             self._decode_steps += 1
             if self._decode_steps % _LOG_INTERVAL_STEPS == 0:
                 self._log(held)
-        if self._gauges:
-            self._export(held)
+        self._export(held)
 
     def _log(self, held: dict[str, int]) -> None:
         scope = self._regions.scope
@@ -68,10 +67,16 @@ class StepMetrics:
         )
 
     def _export(self, held: dict[str, int]) -> None:
+        if self._tokens is None:
+            return
         for region in _REGIONS:
-            self._gauges["tokens"].labels(region).set(held[region])
-        self._gauges["target"].set(self._regions.scope.target_share)
-        self._gauges["effective"].set(self.effective_share)
-        self._gauges["fallback"].set(self._regions.scope.fallback_pages)
-        self._gauges["flushed"].set(self._regions.windows.flushed_pages)
-        self._gauges["evicted"].set(self._regions.homes.device_evicted_tokens)
+            self._tokens.labels(region).set(held[region])
+        values = {
+            "share_target": self._regions.scope.target_share,
+            "share_effective": self.effective_share,
+            "region_fallback_pages": self._regions.scope.fallback_pages,
+            "flushed_pages": self._regions.windows.flushed_pages,
+            "device_evicted_tokens": self._regions.homes.device_evicted_tokens,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value)
