@@ -1,25 +1,24 @@
 """Decode attention against this host's read bandwidth and torch SDPA: python -m cpu_attn.bench.
 
-Prints GB/s of KV read, its share of a read probe run in the same process by the same threads, and
-the speed-up over scaled_dot_product_attention with the query group folded into the query axis.
-Times are the worker's own, median of the repeats with [min - max]; data is random. KV sets are
-rotated so that none is found in the caches.
+Prints GB/s of KV read (median [min - max] of the rounds, by the worker's clock), its share of a read
+probe by the same threads, and the speed-up over scaled_dot_product_attention with the query group
+folded into the query axis. Data is random; KV sets are rotated so that none is found in the caches.
 """
 
 import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cpu_attn.executor import Executor, Job
+from cpu_attn.executor import Executor
 from cpu_attn.library import default_threads, isa
 from cpu_attn.paged import PagedKV, PageTable
-from cpu_attn.probe import huge_buffer, read_probe_gbps
+from cpu_attn.probe import huge_buffer
 
 WAIT_S = 120.0
 COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
@@ -76,12 +75,12 @@ def fill_random(buffer: Tensor) -> None:
 
 def as_pages(buffer: Tensor, case: Case) -> PagedKV:
     model = case.model
-    half = buffer.view(torch.bfloat16).chunk(2)
+    k, v = buffer.view(torch.bfloat16).chunk(2)
     if case.layout == "head-major":
         shape = (-1, model.kv_heads, case.page_size, model.head_dim)
-        return PagedKV([tuple(part.view(shape).permute(0, 2, 1, 3) for part in half)])
+        return PagedKV([(k.view(shape).permute(0, 2, 1, 3), v.view(shape).permute(0, 2, 1, 3))])
     shape = (-1, case.page_size, model.kv_heads, model.head_dim)
-    return PagedKV([tuple(part.view(shape) for part in half)])
+    return PagedKV([(k.view(shape), v.view(shape))])
 
 
 def page_table(case: Case) -> PageTable:
@@ -94,66 +93,67 @@ def page_table(case: Case) -> PageTable:
     )
 
 
-def measure_kernel(case: Case, buffers: list[Tensor], executor: Executor, runs: int) -> list[float]:
-    """Return seconds of each run, after one warm-up a KV set."""
+@dataclass
+class Samples:
+    """Seconds of each round; the three are measured in turn, so that drift of a shared host hits all."""
+
+    kernel_s: list[float] = field(default_factory=list)
+    probe_s: list[float] = field(default_factory=list)
+    sdpa_s: list[float] = field(default_factory=list)
+
+
+def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Samples:
+    """Time `rounds` decodes, each over the next KV set, each beside a probe and an SDPA call."""
     model = case.model
+    sets = max(1, math.ceil(COLD_BYTES / case.kv_bytes))
+    buffers = [huge_buffer(case.kv_bytes, executor) for _ in range(sets)]
+    for buffer in buffers:
+        fill_random(buffer)
     layers = [as_pages(buffer, case) for buffer in buffers]
     table = page_table(case)
     q = torch.randn(case.batch, model.q_heads, model.head_dim).bfloat16()
-    out = torch.empty(q.shape)
-    lse = torch.empty(q.shape[:2])
-
-    def run(layer: int) -> Job:
-        kv = layers[layer % len(layers)]
-        scale = 1 / math.sqrt(model.head_dim)
-        job = executor.submit_paged_decode(q, kv, table, scale, out=out, lse=lse)
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    samples = Samples()
+    for turn in range(-1, arguments.rounds):
+        kv = layers[turn % sets]
+        job = executor.submit_paged_decode(q, kv, table, model.head_dim**-0.5, out=out, lse=lse)
         job.wait(WAIT_S)
-        return job
+        read = executor.submit_read(probe)
+        read.wait(WAIT_S)
+        sdpa_s = [] if arguments.no_sdpa else [time_sdpa(case, buffers[turn % sets], q)]
+        if turn >= 0:  # the first is a warm-up
+            samples.kernel_s.append(job.seconds)
+            samples.probe_s.append(read.seconds)
+            samples.sdpa_s += sdpa_s
+    return samples
 
-    for layer in range(len(layers)):
-        run(layer)
-    return [run(layer).seconds for layer in range(runs)]
 
-
-def measure_sdpa(case: Case, buffers: list[Tensor], runs: int) -> list[float]:
-    """Return seconds of each SDPA run over the same bytes, contiguous [batch, kv_heads, tokens, d]."""
+def time_sdpa(case: Case, buffer: Tensor, q: Tensor) -> float:
+    """Return seconds of SDPA over the same bytes, taken as [batch, kv_heads, tokens, d]."""
     model = case.model
-    q = torch.randn(case.batch, model.kv_heads, model.group, model.head_dim).bfloat16()
     shape = (case.batch, model.kv_heads, case.tokens, model.head_dim)
-    layers = [tuple(x.view(shape) for x in b.view(torch.bfloat16).chunk(2)) for b in buffers]
-
-    def run(layer: int) -> float:
-        k, v = layers[layer % len(layers)]
-        start = time.perf_counter()
-        torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        return time.perf_counter() - start
-
-    run(0)
-    return [run(layer + 1) for layer in range(runs)]
+    k, v = (half.view(shape) for half in buffer.view(torch.bfloat16).chunk(2))
+    folded = q.view(case.batch, model.kv_heads, model.group, model.head_dim)
+    start = time.perf_counter()
+    torch.nn.functional.scaled_dot_product_attention(folded, k, v)
+    return time.perf_counter() - start
 
 
-def measure_rounds(measure: Callable[[], list[float]], floor_s: float = 0.5) -> list[float]:
-    """Repeat `measure` until it has run for `floor_s` in all, at most 20 times."""
-    seconds: list[float] = []
-    for _ in range(20):
-        seconds += measure()
-        if sum(seconds) >= floor_s:
-            break
-    return seconds
-
-
-def report(case: Case, probe_gbps: float, kernel_s: list[float], sdpa_s: list[float]) -> str:
-    rate = case.kv_bytes / statistics.median(kernel_s) / 1e9
-    slow, fast = (case.kv_bytes / f(kernel_s) / 1e9 for f in (max, min))
+def report(case: Case, probe_bytes: int, samples: Samples) -> str:
+    median = statistics.median(samples.kernel_s)
+    rate, slowest, fastest = (
+        case.kv_bytes / seconds / 1e9 for seconds in (median, max(samples.kernel_s), min(samples.kernel_s))
+    )
+    probe_gbps = probe_bytes / statistics.median(samples.probe_s) / 1e9
     group = case.model.group
     line = (
-        f"{case.model.name:14} g{group} {case.batch} x {case.tokens:6} {case.layout:11}"
-        f" {rate:6.2f} GB/s [{slow:5.2f} - {fast:5.2f}] {rate / probe_gbps:5.0%} of probe"
-        f" (expected {EXPECTED_SHARE[group]:.0%})"
+        f"{case.model.name:14} group {group} {case.batch} x {case.tokens:6} {case.layout:11}"
+        f" {rate:6.2f} GB/s [{slowest:5.2f} - {fastest:5.2f}], {rate / probe_gbps:4.0%} of the"
+        f" probe's {probe_gbps:.1f} (expected {EXPECTED_SHARE[group]:.0%})"
     )
-    if sdpa_s:
-        speedup = statistics.median(sdpa_s) / statistics.median(kernel_s)
-        line += f" {speedup:5.1f} x SDPA (expected {EXPECTED_SPEEDUP[group]:g})"
+    if samples.sdpa_s:
+        speedup = statistics.median(samples.sdpa_s) / median
+        line += f", {speedup:.1f} x SDPA (expected {EXPECTED_SPEEDUP[group]:g})"
     return line
 
 
@@ -173,12 +173,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=256, help="tokens a page")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--cores", type=lambda s: [int(x) for x in s.split(",")], default=None)
-    parser.add_argument("--runs", type=int, default=7, help="timed runs a case, at least 5")
-    parser.add_argument("--probe-mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds a case, at least 5")
+    parser.add_argument("--probe-mib", type=int, default=1024, help="well above the caches")
     parser.add_argument("--no-sdpa", action="store_true")
     arguments = parser.parse_args()
-    if arguments.runs < 5:
-        parser.error("--runs must be at least 5")
+    if arguments.rounds < 5:
+        parser.error("--rounds must be at least 5")
     return arguments
 
 
@@ -188,18 +188,11 @@ def main() -> None:
     torch.manual_seed(0)
     with Executor(arguments.threads, arguments.cores) as executor:
         print(f"{isa()}, {arguments.threads} threads, pages of {arguments.page_size} tokens")
+        probe = huge_buffer(arguments.probe_mib << 20, executor)
+        probe.fill_(1)
         for case in cases(arguments):
-            # Before each case: on a shared host the bandwidth drifts.
-            probe = read_probe_gbps(arguments.probe_mib << 20, executor=executor)
-            sets = max(1, math.ceil(COLD_BYTES / case.kv_bytes))
-            buffers = [huge_buffer(case.kv_bytes, executor) for _ in range(sets)]
-            for buffer in buffers:
-                fill_random(buffer)
-            kernel_s = measure_rounds(
-                lambda: measure_kernel(case, buffers, executor, arguments.runs)  # noqa: B023
-            )
-            sdpa_s = [] if arguments.no_sdpa else measure_sdpa(case, buffers, arguments.runs)
-            print(report(case, probe, kernel_s, sdpa_s), f"probe {probe:.1f} GB/s", flush=True)
+            samples = measure(case, executor, probe, arguments)
+            print(report(case, len(probe), samples), flush=True)
 
 
 if __name__ == "__main__":

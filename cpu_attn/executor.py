@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -30,7 +31,7 @@ class Job:
 
     def done(self) -> bool:
         """Return whether the job has ended, well or with an error."""
-        return self._handle is not None and bool(library().job_done(self._handle))
+        return bool(library().job_done(self._handle))
 
     def wait(self, timeout_s: float) -> Any:
         """Block until the job has ended and return its result.
@@ -99,6 +100,7 @@ class Executor:
         self.cores = tuple(cores)
         self.name = f"cpu_attn executor {next(self._numbers)}"
         self._handle = library().executor_new(threads, tuple(cores))
+        self._lock = threading.Lock()  # submitters may be several threads
         self._pending: deque[Job] = deque()
         # _pending goes along: its tensors must outlive the job that is running.
         self._finalizer = weakref.finalize(self, _close, self._handle, self._pending)
@@ -168,9 +170,10 @@ class Executor:
 
     def _track(self, handle: Any, what: str, result: Any, kept: Any) -> Job:
         job = Job(handle, f"{what} on {self.name}", result, kept)
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
-        self._pending.append(job)
+        with self._lock:
+            while self._pending and self._pending[0].done():
+                self._pending.popleft()
+            self._pending.append(job)
         return job
 
     def close(self) -> None:

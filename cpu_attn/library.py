@@ -41,9 +41,7 @@ def library() -> Any:
     module = tvm_ffi.load_module(str(path))
     version = module.abi_version()
     if version != ABI_VERSION:
-        raise RuntimeError(
-            f"{path} has ABI version {version}, this package needs {ABI_VERSION}; rebuild it"
-        )
+        raise RuntimeError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}; rebuild it")
     _select(module, os.environ.get("CPU_ATTN_ISA") or _supported(module)[-1])
     return module
 

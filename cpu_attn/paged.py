@@ -64,9 +64,7 @@ class PagedKV:
         for name, tensor in ((f"k of region {index}", k), (f"v of region {index}", v)):
             check_cpu(name, tensor, FLOAT_DTYPES, 4)
             if tensor.shape[3] not in SUPPORTED_HEAD_DIMS:
-                raise ValueError(
-                    f"head_dim {tensor.shape[3]} is not supported, only {SUPPORTED_HEAD_DIMS}"
-                )
+                raise ValueError(f"head_dim {tensor.shape[3]} is not supported, only {SUPPORTED_HEAD_DIMS}")
             if min(tensor.shape[1:3]) < 1:
                 raise ValueError(f"{name} has an empty page, shape {tuple(tensor.shape)}")
             check_last_dim(name, tensor)
@@ -76,9 +74,7 @@ class PagedKV:
                     f" {tuple(first.shape[1:])} {first.dtype}"
                 )
         if k.shape != v.shape:
-            raise ValueError(
-                f"k and v of region {index} differ: {tuple(k.shape)} and {tuple(v.shape)}"
-            )
+            raise ValueError(f"k and v of region {index} differ: {tuple(k.shape)} and {tuple(v.shape)}")
 
 
 class PageTable:

@@ -32,8 +32,7 @@ def read_probe_gbps(
 
     Uses `executor`, or a temporary one of `threads`. Choose a size well above the caches.
     """
-    own = Executor(threads) if executor is None else None
-    team = executor or own
+    team = Executor(threads) if executor is None else executor
     try:
         buffer = huge_buffer(size_bytes, team)
         buffer.fill_(1)
@@ -44,5 +43,5 @@ def read_probe_gbps(
             rates.append(size_bytes / job.seconds / 1e9)
         return statistics.median(rates)
     finally:
-        if own is not None:
-            own.close()
+        if executor is None:
+            team.close()

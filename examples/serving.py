@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import requests
@@ -33,15 +33,14 @@ class Server:
         model: str | Path,
         *flags: str,
         env: dict[str, str] | None = None,
-        module: str = "sglang.launch_server",
+        launcher: Sequence[str] = (sys.executable, "-m", "sglang.launch_server", "--model-path"),
         on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._on_wait = on_wait
         self._log = tempfile.NamedTemporaryFile("w+", prefix="sglang-server-", suffix=".log", delete=False)
-        command = [sys.executable, "-m", module, "--model-path", str(model), "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), *CPU_FLAGS, *flags]
+        command = [*launcher, str(model), "--host", "127.0.0.1", "--port", str(self.port), *CPU_FLAGS, *flags]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -13,20 +13,39 @@ from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.layout import KVShape, RegionSizes
 
 _CGROUP = Path("/sys/fs/cgroup")
+# (controller's folder under the mount, its field in /proc/self/cgroup, limit, usage, reclaimable part of the usage)
+_CGROUP_VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
-def host_memory_available(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes this process may still take: the lesser of MemAvailable and what the cgroup (v2 or v1) leaves."""
+def host_memory_available(
+    cgroup: Path = _CGROUP,
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes this process may still take: the least of MemAvailable and what its cgroups (v2 or v1) leave."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = cgroup / limit_file, cgroup / usage_file
-        if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
-            available = min(available, int(text) - int(usage.read_text()))
+    own = [line.split(":", 2)[1:] for line in membership.read_text().splitlines()] if membership.is_file() else []
+    for folder, controller, *files in _CGROUP_VERSIONS:
+        path = next((path for names, path in own if controller in names.split(",")), "/")
+        # A limit may stand at any level above; inside a container the levels outside are not to be seen.
+        for level in (Path(path), *Path(path).parents):
+            left = _cgroup_left(cgroup / folder / level.relative_to("/"), *files)
+            available = available if left is None else min(available, left)
     return max(0, available)
+
+
+def _cgroup_left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Limit minus usage, page cache that the kernel would drop not counted; None without a limit here."""
+    if not (folder / limit).is_file() or (text := (folder / limit).read_text().strip()) == "max":
+        return None
+    stat = folder / "memory.stat"
+    lines = [line.split() for line in stat.read_text().splitlines()] if stat.is_file() else []
+    cached = next((int(value) for name, value in lines if name == reclaimable), 0)
+    return int(text) - int((folder / usage).read_text()) + cached
 
 
 def check_host_budget(asked_bytes: int, available_bytes: int) -> None:

@@ -30,14 +30,14 @@ constexpr int64_t kAbiVersion = 1;
 
 std::atomic<const Kernel*> selected{nullptr};
 
-#define CPU_ATTN_HANDLE(Name, Key, Value)                            \
-  struct Name##Object : ffi::Object {                                \
-    Value value;                                                     \
-    TVM_FFI_DECLARE_OBJECT_INFO_FINAL(Key, Name##Object, ffi::Object); \
-  };                                                                 \
-  struct Name : ffi::ObjectRef {                                     \
+#define CPU_ATTN_HANDLE(Name, Key, Value)                                           \
+  struct Name##Object : ffi::Object {                                               \
+    Value value;                                                                    \
+    TVM_FFI_DECLARE_OBJECT_INFO_FINAL(Key, Name##Object, ffi::Object);              \
+  };                                                                                \
+  struct Name : ffi::ObjectRef {                                                    \
     TVM_FFI_DEFINE_OBJECT_REF_METHODS_NULLABLE(Name, ffi::ObjectRef, Name##Object); \
-    Value& operator*() const { return const_cast<Name##Object*>(get())->value; } \
+    Value& operator*() const { return const_cast<Name##Object*>(get())->value; }    \
   }
 
 CPU_ATTN_HANDLE(KvRef, "cpu_attn.Kv", std::shared_ptr<Kv>);
@@ -142,8 +142,8 @@ void decode(TensorView q, KvRef kv, TableRef table, double scale, TensorView out
 
 ExecutorRef executor_new(int64_t threads, ffi::Shape cores) {
   return guarded([&] {
-    return make_handle<ExecutorRef, ExecutorRefObject>(ExecutorPtr(new Executor(
-        static_cast<int>(threads), std::vector<int>(cores.begin(), cores.end()))));
+    return make_handle<ExecutorRef, ExecutorRefObject>(ExecutorPtr(
+        new Executor(static_cast<int>(threads), std::vector<int>(cores.begin(), cores.end()))));
   });
 }
 
@@ -188,8 +188,8 @@ void copy_add(CopyRef list, TensorView dst, TensorView src) {
     // Dimensions that both sides lay out without a gap join the run that is copied at once.
     int dim = dst.ndim() - 1;
     for (; dim >= 0; --dim) {
-      if (dst.size(dim) != 1 && (byte_stride(dst, dim) != pair.row_bytes ||
-                                 byte_stride(src, dim) != pair.row_bytes))
+      if (dst.size(dim) != 1 &&
+          (byte_stride(dst, dim) != pair.row_bytes || byte_stride(src, dim) != pair.row_bytes))
         break;
       pair.row_bytes *= dst.size(dim);
     }

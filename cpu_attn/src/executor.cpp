@@ -16,8 +16,7 @@ using Clock = std::chrono::steady_clock;
 
 bool forked = false;
 // At load, not at first use: the inherited team may have been made by someone else.
-[[maybe_unused]] const int registered =
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 void check_owner(pid_t owner, const char* what) {
   if (getpid() != owner)
@@ -58,8 +57,7 @@ void Job::run(Team& team) {
     outcome = Outcome::kFailed;
     message = error.what();
   }
-  settle(outcome, std::move(message),
-         std::chrono::duration<double>(Clock::now() - start).count());
+  settle(outcome, std::move(message), std::chrono::duration<double>(Clock::now() - start).count());
 }
 
 void Job::settle(Outcome outcome, std::string message, double seconds) {

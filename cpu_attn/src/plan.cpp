@@ -8,6 +8,10 @@ namespace cpu_attn {
 namespace {
 
 constexpr int64_t kCutTokens = 16;
+// A share below this costs more in packed queries and merged states than it evens out.
+constexpr int64_t kShareTokens = 512;
+constexpr int64_t kMaxSharesPerWorker = 8;
+constexpr int64_t kMaxTokens = int64_t{1} << 30;  // token positions are 32-bit
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -23,7 +27,8 @@ void check_counts(const TableView& table, int32_t page_size) {
     if (last < first) refuse("indptr not monotone at request ", b, ": ", first, " then ", last);
     if (last > table.entries)
       refuse("indptr[", b + 1, "] = ", last, " exceeds the ", table.entries, " entries");
-    if (length < 0) refuse("lengths[", b, "] = ", length, " < 0");
+    if (length < 0 || length > kMaxTokens)
+      refuse("lengths[", b, "] = ", length, " is outside [0, ", kMaxTokens, "]");
     const int64_t needed = (length + page_size - 1) / page_size;
     if (needed != last - first)
       refuse("request ", b, ": ", length, " tokens need ", needed, " pages of ", page_size,
@@ -49,15 +54,14 @@ void copy_entries(const TableView& table, const std::vector<Region>& regions, Pl
   }
 }
 
-// Where worker w starts, as (request, token): the w-th equal share of the tokens, rounded.
+// Where a share starts, as (request, token).
 struct Cut {
   int64_t request;
   int64_t token;
 };
 
 Cut find_cut(const TableView& table, const std::vector<int64_t>& starts, int64_t position) {
-  const int64_t b =
-      std::upper_bound(starts.begin(), starts.end(), position) - starts.begin() - 1;
+  const int64_t b = std::upper_bound(starts.begin(), starts.end(), position) - starts.begin() - 1;
   if (b >= table.batch) return {table.batch, 0};
   const int64_t token = (position - starts[b] + kCutTokens / 2) / kCutTokens * kCutTokens;
   return token >= table.lengths[b] ? Cut{b + 1, 0} : Cut{b, token};
@@ -67,20 +71,24 @@ void split(const TableView& table, int workers, Plan& plan) {
   std::vector<int64_t> starts(table.batch + 1, 0);
   for (int64_t b = 0; b < table.batch; ++b) starts[b + 1] = starts[b] + table.lengths[b];
   const int64_t total = starts[table.batch];
+  const int64_t per_worker =
+      std::clamp<int64_t>(total / (workers * kShareTokens), 1, kMaxSharesPerWorker);
+  plan.shares = static_cast<int32_t>(workers * per_worker);
   Cut from{0, 0};
-  for (int w = 0; w < workers; ++w) {
+  for (int64_t share = 0; share < plan.shares; ++share) {
     plan.first_part.push_back(static_cast<int32_t>(plan.parts.size()));
-    const Cut to = w + 1 == workers ? Cut{table.batch, 0}
-                                    : find_cut(table, starts, total * (w + 1) / workers);
-    for (; from.request < to.request; from = {from.request + 1, 0}) {
-      const int32_t length = table.lengths[from.request];
-      if (from.token < length)
-        plan.parts.push_back({static_cast<int32_t>(from.request),
-                              static_cast<int32_t>(from.token), length, -1});
-    }
+    const Cut to = share + 1 == plan.shares
+                       ? Cut{table.batch, 0}
+                       : find_cut(table, starts, total * (share + 1) / plan.shares);
+    const auto add = [&](int64_t end) {
+      if (from.token < end)
+        plan.parts.push_back({static_cast<int32_t>(from.request), static_cast<int32_t>(from.token),
+                              static_cast<int32_t>(end), -1});
+    };
+    for (; from.request < to.request; from = {from.request + 1, 0})
+      add(table.lengths[from.request]);
     if (from.token < to.token) {
-      plan.parts.push_back({static_cast<int32_t>(from.request), static_cast<int32_t>(from.token),
-                            static_cast<int32_t>(to.token), -1});
+      add(to.token);
       from = to;
     }
   }

@@ -12,20 +12,66 @@
 namespace cpu_attn {
 namespace {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr int64_t kTouchBytes = 4096;
 constexpr size_t kLine = 16;  // floats of a cache line
+constexpr int kSharesPerWorker = 8;
+
+// Byte at which share i of n starts: on a cache line, so that no two workers write one.
+int64_t cut(int64_t bytes, int i, int n) { return i == n ? bytes : bytes * i / n / 64 * 64; }
 
 size_t lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 
-// Calls f(worker) for every worker and returns when all are done. f must not throw.
+// What the arena holds: the states of split requests, then each worker's scratch and state.
+struct ArenaMap {
+  ArenaMap(const Shape& shape, int slot_count, int worker_count)
+      : heads(lines(shape.q_heads)),
+        state(2 * heads + lines(static_cast<size_t>(shape.q_heads) * shape.head_dim)),
+        scratch(lines(scratch_floats(shape))),
+        slots(slot_count),
+        workers(worker_count) {}
+
+  size_t floats() const { return slots * state + workers * (scratch + state); }
+  float* scratch_of(float* arena, int worker) const {
+    return arena + slots * state + worker * (scratch + state);
+  }
+  State state_of(float* arena, int worker) const { return at(scratch_of(arena, worker) + scratch); }
+  State slot(float* arena, int i) const { return at(arena + i * state); }
+  State at(float* p) const { return {p + 2 * heads, p, p + heads}; }
+
+  size_t heads, state, scratch, slots, workers;
+};
+
 template <class F>
 void for_each_worker(int threads, const F& f) {
-  if (threads == 1) return f(0);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int w = omp_get_thread_num(); w < threads; w += omp_get_num_threads()) f(w);
 }
 
 }  // namespace
+
+Team::Team(int threads) : threads_(threads), claims_(new Claim[threads]) {}
+
+template <class Work, class After>
+void Team::run(int shares, const Work& work, const After& after) {
+  const int each = shares / threads_;
+  for (int w = 0; w < threads_; ++w) claims_[w].next = 0;
+#pragma omp parallel num_threads(threads_) if (threads_ > 1)
+  {
+    const int me = omp_get_thread_num();
+    for (int i = 0; i < threads_; ++i) {
+      const int owner = (me + i) % threads_;
+      for (int n; (n = claims_[owner].next++) < each;) work(me, owner * each + n);
+    }
+#pragma omp barrier
+    for (int w = me; w < threads_; w += omp_get_num_threads()) after(w);
+  }
+}
+
+template <class Work>
+void Team::run(int shares, const Work& work) {
+  run(shares, work, [](int) {});
+}
 
 float* Team::arena(size_t floats) {
   if (floats > arena_floats_) {
@@ -40,36 +86,26 @@ void Team::decode(const DecodeCall& call) {
   const Kv& kv = *call.kv;
   const Kernel& kernel = *call.kernel;
   make_plan(call.table, kv.regions, kv.page_size, threads_, plan_);
-  const Shape shape{call.q_heads,  kv.kv_heads, kv.head_dim, kv.page_size, kv.dtype,
-                    call.q_dtype, call.scale * 1.4426950408889634f};
-
-  const size_t heads = lines(call.q_heads);
-  const size_t state_floats = lines(static_cast<size_t>(call.q_heads) * kv.head_dim) + 2 * heads;
-  const size_t scratch = lines(scratch_floats(shape));
-  const size_t per_worker = scratch + state_floats;
-  float* slots = arena(threads_ * per_worker + plan_.slots * state_floats);
-  float* workers = slots + plan_.slots * state_floats;
-  const auto state_at = [&](float* p) {
-    float* acc = p + 2 * heads;
-    return State{acc, p, p + heads};
-  };
-  std::vector<State> states;
-  for (int i = 0; i < plan_.slots; ++i) states.push_back(state_at(slots + i * state_floats));
+  const Shape shape{call.q_heads, kv.kv_heads,  kv.head_dim,        kv.page_size,
+                    kv.dtype,     call.q_dtype, call.scale * kLog2E};
+  const ArenaMap map(shape, plan_.slots, threads_);
+  float* memory = arena(map.floats());
+  std::vector<State> slots;
+  for (int i = 0; i < plan_.slots; ++i) slots.push_back(map.slot(memory, i));
   const auto finish = [&](int64_t b, int h, const State* parts, int count) {
     kernel.finish(shape, parts, count, h,
                   call.out + b * call.out_batch_stride + h * call.out_head_stride,
                   call.lse + b * call.lse_batch_stride + h * call.lse_head_stride);
   };
 
-  const auto attend = [&](int w) {
-    float* mine = workers + w * per_worker;
-    for (int i = plan_.first_part[w]; i < plan_.first_part[w + 1]; ++i) {
+  const auto attend = [&](int w, int share) {
+    for (int i = plan_.first_part[share]; i < plan_.first_part[share + 1]; ++i) {
       const Part& part = plan_.parts[i];
       const Segment segment{call.q + part.request * call.q_batch_stride, call.q_head_stride,
                             plan_.entries.data() + plan_.first_entry[part.request], part.begin,
                             part.end};
-      const State state = part.slot < 0 ? state_at(mine + scratch) : states[part.slot];
-      kernel.accumulate(shape, kv.regions.data(), segment, mine, state);
+      const State state = part.slot < 0 ? map.state_of(memory, w) : slots[part.slot];
+      kernel.accumulate(shape, kv.regions.data(), segment, map.scratch_of(memory, w), state);
       if (part.slot >= 0) continue;
       for (int h = 0; h < call.q_heads; ++h) finish(part.request, h, &state, 1);
     }
@@ -78,11 +114,10 @@ void Team::decode(const DecodeCall& call) {
     const int64_t rows = static_cast<int64_t>(plan_.merges.size()) * call.q_heads;
     for (int64_t r = w; r < rows; r += threads_) {
       const Merge& m = plan_.merges[r / call.q_heads];
-      finish(m.request, static_cast<int>(r % call.q_heads), states.data() + m.first_slot, m.slots);
+      finish(m.request, static_cast<int>(r % call.q_heads), slots.data() + m.first_slot, m.slots);
     }
   };
-  for_each_worker(threads_, attend);
-  if (!plan_.merges.empty()) for_each_worker(threads_, merge);
+  run(plan_.shares, attend, merge);
 }
 
 int64_t CopyPair::rows() const {
@@ -91,8 +126,10 @@ int64_t CopyPair::rows() const {
   return n;
 }
 
+namespace {
+
 // Copies bytes [begin, end) of the pair, counted along its rows.
-static void copy_range(const CopyPair& pair, int64_t begin, int64_t end) {
+void copy_range(const CopyPair& pair, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end;) {
     int64_t row = at / pair.row_bytes, dst = 0, src = 0;
     const int64_t offset = at - row * pair.row_bytes;
@@ -108,13 +145,14 @@ static void copy_range(const CopyPair& pair, int64_t begin, int64_t end) {
   }
 }
 
+}  // namespace
+
 void Team::copy(const std::vector<CopyPair>& pairs) {
   int64_t total = 0;
   for (const CopyPair& pair : pairs) total += pair.rows() * pair.row_bytes;
-  for_each_worker(threads_, [&](int w) {
-    // Cuts on cache lines, so that no two workers write one.
-    const int64_t begin = total * w / threads_ / 64 * 64;
-    const int64_t end = w + 1 == threads_ ? total : total * (w + 1) / threads_ / 64 * 64;
+  const int shares = threads_ * kSharesPerWorker;
+  run(shares, [&](int, int share) {
+    const int64_t begin = cut(total, share, shares), end = cut(total, share + 1, shares);
     int64_t start = 0;
     for (const CopyPair& pair : pairs) {
       const int64_t bytes = pair.rows() * pair.row_bytes;
@@ -135,10 +173,10 @@ void Team::first_touch(char* data, int64_t bytes) {
 
 uint64_t Team::read(const Kernel* kernel, const char* data, int64_t bytes) {
   std::atomic<uint64_t> sum{0};
-  for_each_worker(threads_, [&](int w) {
-    const int64_t begin = bytes * w / threads_ / 64 * 64;
-    const int64_t end = w + 1 == threads_ ? bytes : bytes * (w + 1) / threads_ / 64 * 64;
-    sum += kernel->read(data + begin, end - begin);
+  const int shares = threads_ * kSharesPerWorker;
+  run(shares, [&](int, int share) {
+    const int64_t begin = cut(bytes, share, shares);
+    sum += kernel->read(data + begin, cut(bytes, share + 1, shares) - begin);
   });
   return sum;
 }

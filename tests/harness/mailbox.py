@@ -52,8 +52,10 @@ class Outbox:
 
 def _record(handle: Handle, output: BatchTokenIDOutput, row: int) -> None:
     handle.output_ids += output.output_ids[row]
-    handle.output_logprobs += output.output_token_logprobs_val[row]
-    if prompt := output.input_token_logprobs_val[row]:
+    # A message that only refuses requests carries no logprobs at all.
+    if output.output_token_logprobs_val:
+        handle.output_logprobs += output.output_token_logprobs_val[row]
+    if output.input_token_logprobs_val and (prompt := output.input_token_logprobs_val[row]):
         # The first token has nothing before it: SGLang sends None for it.
         handle.prompt_logprobs = list(prompt[1:])
     handle.cached_tokens = output.cached_tokens[row]

@@ -1,10 +1,10 @@
 // One thread that runs submitted jobs in order with its own OpenMP team.
 //
-// Hand-off: submit() queues under `mutex_` and signals `wake_`; the thread takes the oldest job, runs
-// it without the lock, drops what the job captured, then sets its result under the job's own mutex
-// and signals `finished`. So once a waiter sees `done`, the job touches no memory of the caller.
-// After a fork the thread exists only in the parent: the child may not lock anything here, hence
-// the process id checks.
+// Hand-off: submit() queues under `mutex_` and signals `wake_`; the thread takes the oldest job,
+// runs it without the lock, drops what the job captured, then sets its result under the job's own
+// mutex and signals `finished_`. So once a waiter sees a job done, it touches no memory of the
+// caller. After a fork the thread exists only in the parent: the child may not lock anything here,
+// hence the process id checks.
 #pragma once
 
 #include <sys/types.h>

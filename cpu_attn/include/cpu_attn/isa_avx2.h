@@ -94,7 +94,8 @@ struct Isa {
     if constexpr (D == Dtype::kBFloat16) {
       const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
       a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-      b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+      const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+      b = _mm256_castsi256_ps(_mm256_and_si256(x, high));
     } else {
       a = load_one<D>(p);
       b = load_one<D>(p + kWidth * dtype_bytes(D));
@@ -112,14 +113,14 @@ struct Isa {
     size_t i = 0;
     for (; i + 128 <= bytes; i += 128)
       for (int j = 0; j < 4; ++j)
-        sum[j] = _mm256_add_epi64(
+        sum[j] = _mm256_xor_si256(
             sum[j], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i + 32 * j)));
-    uint64_t total = 0;
-    for (; i < bytes; ++i) total += static_cast<unsigned char>(data[i]);
-    const __m256i x = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]),
-                                       _mm256_add_epi64(sum[2], sum[3]));
-    return total + static_cast<uint64_t>(_mm256_extract_epi64(x, 0) ^ _mm256_extract_epi64(x, 1) ^
-                                         _mm256_extract_epi64(x, 2) ^ _mm256_extract_epi64(x, 3));
+    uint64_t rest = 0;
+    for (; i < bytes; ++i) rest ^= static_cast<unsigned char>(data[i]);
+    const __m256i x =
+        _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]), _mm256_xor_si256(sum[2], sum[3]));
+    return rest ^ static_cast<uint64_t>(_mm256_extract_epi64(x, 0) ^ _mm256_extract_epi64(x, 1) ^
+                                        _mm256_extract_epi64(x, 2) ^ _mm256_extract_epi64(x, 3));
   }
 
  private:

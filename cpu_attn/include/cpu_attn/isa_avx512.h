@@ -106,11 +106,12 @@ struct Isa {
     size_t i = 0;
     for (; i + 256 <= bytes; i += 256)
       for (int j = 0; j < 4; ++j)
-        sum[j] = _mm512_add_epi64(sum[j], _mm512_loadu_si512(data + i + 64 * j));
-    uint64_t total = 0;
-    for (; i < bytes; ++i) total += static_cast<unsigned char>(data[i]);
-    return total + static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(
-                       _mm512_add_epi64(sum[0], sum[1]), _mm512_add_epi64(sum[2], sum[3]))));
+        sum[j] = _mm512_xor_si512(sum[j], _mm512_loadu_si512(data + i + 64 * j));
+    uint64_t rest = 0;
+    for (; i < bytes; ++i) rest ^= static_cast<unsigned char>(data[i]);
+    const __m512i x =
+        _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3]));
+    return rest ^ static_cast<uint64_t>(_mm512_reduce_or_epi64(x));
   }
 
  private:

@@ -1,5 +1,5 @@
-// The walk of one worker over its tokens, and the merge of partial states. Include after exactly one
-// isa_*.h; defines kernel() with internal linkage.
+// The walk of one worker over its tokens, and the merge of partial states. Include after exactly
+// one isa_*.h; defines kernel() with internal linkage.
 //
 // Turn by turn (kBlockTokens tokens), and head by head within a turn: scores of the whole query
 // group, maxima, exponentials, weighted V rows. K and V come from memory once for all queries of

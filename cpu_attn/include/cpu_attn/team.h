@@ -1,6 +1,7 @@
 // Parallel work of one calling thread: decode attention, copies, first touch, the read probe.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -21,12 +22,12 @@ struct DecodeCall {
   std::shared_ptr<const Kv> kv;
   TableView table;
   const Kernel* kernel;
-  const char* q;                             // [batch, q_heads, head_dim]
-  int64_t q_batch_stride, q_head_stride;     // bytes
-  float* out;                                // [batch, q_heads, head_dim]
-  int64_t out_batch_stride, out_head_stride; // elements
-  float* lse;                                // [batch, q_heads]
-  int64_t lse_batch_stride, lse_head_stride; // elements
+  const char* q;                              // [batch, q_heads, head_dim]
+  int64_t q_batch_stride, q_head_stride;      // bytes
+  float* out;                                 // [batch, q_heads, head_dim]
+  int64_t out_batch_stride, out_head_stride;  // elements
+  float* lse;                                 // [batch, q_heads]
+  int64_t lse_batch_stride, lse_head_stride;  // elements
   int32_t q_heads;
   Dtype q_dtype;
   float scale;
@@ -49,28 +50,45 @@ struct CopyPair {
 
 // Not thread-safe; the OpenMP threads belong to whichever thread calls. Every split is fixed by the
 // number of threads asked for, whatever number the runtime grants.
+//
+// Work is cut into shares, an equal contiguous run of them for each worker. A worker takes its own
+// in order and then what others have left, so a core that another process occupies delays the team
+// by one share, not by its whole part.
 class Team {
  public:
-  explicit Team(int threads) : threads_(threads) {}
+  explicit Team(int threads);
   int threads() const { return threads_; }
 
   void decode(const DecodeCall& call);
   void copy(const std::vector<CopyPair>& pairs);
-  // Writes a zero to the first byte of every 4 KiB, contiguous shares in worker order.
+  // Writes a zero to the first byte of every 4 KiB; worker w surely its own part, the w-th.
   void first_touch(char* data, int64_t bytes);
-  // Reads `bytes`, contiguous shares; returns a checksum that keeps the loads alive.
+  // Reads `bytes`; returns a checksum that keeps the loads alive.
   uint64_t read(const Kernel* kernel, const char* data, int64_t bytes);
   // Binds worker w to cores[w]; returns false when the system refused one.
   bool pin(const std::vector<int>& cores);
 
  private:
+  // Runs work(worker, share) for every share, then after(worker) for every worker once all shares
+  // are done. Neither may throw.
+  template <class Work, class After>
+  void run(int shares, const Work& work, const After& after);
+  template <class Work>
+  void run(int shares, const Work& work);
+
   float* arena(size_t floats);
+
+  // The next share of a worker's own run that nobody has taken.
+  struct alignas(64) Claim {
+    std::atomic<int> next{0};
+  };
 
   struct Free {
     void operator()(float* p) const { std::free(p); }
   };
 
   int threads_;
+  std::unique_ptr<Claim[]> claims_;
   Plan plan_;
   std::unique_ptr<float, Free> arena_;
   size_t arena_floats_ = 0;

@@ -59,8 +59,7 @@ struct Kernel {
   // scratch: scratch_floats(shape) floats, 64-byte aligned.
   void (*accumulate)(const Shape&, const Region*, const Segment&, float* scratch, State);
   // Merges `count` states of one query head in the order given. No state: zeros and -inf.
-  void (*finish)(const Shape&, const State* states, int count, int q_head, float* out,
-                 float* lse);
+  void (*finish)(const Shape&, const State* states, int count, int q_head, float* out, float* lse);
   // Reads every byte once; the return value only keeps the loads alive.
   uint64_t (*read)(const char* data, size_t bytes);
 };
@@ -72,7 +71,8 @@ constexpr int kMaxLanes = 16;  // floats of the widest vector
 // Packed queries, then one block of scores and one rescale factor per query of a group.
 [[maybe_unused]] static size_t scratch_floats(const Shape& shape) {
   const size_t group = shape.q_heads / shape.kv_heads;
-  return static_cast<size_t>(shape.q_heads) * shape.head_dim + group * (kBlockTokens + 1) + kMaxLanes;
+  const size_t queries = static_cast<size_t>(shape.q_heads) * shape.head_dim;
+  return queries + group * (kBlockTokens + 1) + kMaxLanes;
 }
 
 }  // namespace cpu_attn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from sglang_inplacekv.layout import ROLE_TRANSFER
 from sglang_inplacekv.executors.tile_stream import plan_tiles
 from sglang_inplacekv.models import checkpoint_path, long_text, make_tiny, prepare_smollm2
+from sglang_inplacekv.queues import WorkQueue
 from tests.harness import Handle, Result, Runner
 
 PAGE, CHUNK, NEW_TOKENS = 16, 64, 32
@@ -94,6 +96,7 @@ def server(
     host_memory: str = "24MB",
     tile_tokens: int = 2 * PAGE,
     seed: int = 7,
+    poison: bool = True,
     **runner_args,
 ) -> Runner:
     """Our backend with poison and jitter on. A layer of a hundred streamed tokens takes several tiles."""
@@ -102,12 +105,24 @@ def server(
         "SGLANG_INPLACEKV_GPU_MEMORY": f"{device_tokens}tok",
         "SGLANG_INPLACEKV_HOST_MEMORY": host_memory,
         "SGLANG_INPLACEKV_TILE_TOKENS": str(tile_tokens),
-        "SGLANG_INPLACEKV_POISON": "1",
+        "SGLANG_INPLACEKV_POISON": str(int(poison)),
         "SGLANG_INPLACEKV_JITTER_SEED": str(seed),
         "SGLANG_INPLACEKV_WAIT_TIMEOUT_S": "60",
     }
     args = {"page_size": PAGE, "chunked_prefill_size": CHUNK, "max_total_tokens": None} | runner_args
     return Runner(model(kind), backend="inplacekv", env=env, **args)
+
+
+def slow_queues(monkeypatch, seconds: float, *names: str) -> None:
+    """Make every job of these queues late, whatever the jitter draws: a missing wait then shows each time."""
+    jitter = WorkQueue._delay
+
+    def delay(queue: WorkQueue) -> None:
+        jitter(queue)
+        if queue.name in names:
+            time.sleep(seconds)
+
+    monkeypatch.setattr(WorkQueue, "_delay", delay)
 
 
 @dataclass
@@ -124,7 +139,7 @@ class Traffic:
 
 def watch(runner: Runner) -> Traffic:
     pool, seen = runner.kv_pool, Traffic()
-    begin = pool.begin_forward
+    begin = type(pool).begin_forward.__get__(pool)
 
     def begin_forward(spans, is_decode):
         plan = begin(spans, is_decode)

@@ -1,0 +1,114 @@
+"""The real scheduler driven at random: submit, step, abort, flush and starve in any order; every answer stays stock's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.harness import Handle, Runner, compare
+from tests.inplacekv.exactness.support import (
+    CHUNK,
+    PAGE,
+    TOLERANCE,
+    assert_all_returned,
+    first_tokens,
+    prompts,
+    server,
+    so_far,
+    stock,
+    watch,
+)
+
+ACTIONS, LONGEST_ANSWER = 300, 36
+
+
+def prompt_pool() -> list[list[int]]:
+    """Short ones, ones around page and chunk borders, and two trees of shared prefixes."""
+    pool = prompts(1, PAGE, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 3, 3 * CHUNK, seed=4)
+    tails = prompts(1, PAGE - 1, PAGE, CHUNK + 5, seed=5)
+    pool += [pool[4][: 2 * PAGE] + tails[0], pool[4] + tails[1], pool[4][: 5 * PAGE + 7] + tails[2]]
+    pool += [pool[5][:CHUNK] + tails[3], pool[5] + tails[0]]
+    return pool
+
+
+class Driver:
+    """Takes one random action at a time and checks the books after each."""
+
+    def __init__(self, runner: Runner, seed: str, pool: list[list[int]]) -> None:
+        self.runner, self.draw, self.pool = runner, random.Random(seed), pool
+        self.requests: list[tuple[int, int, Handle]] = []  # (place in pool, tokens asked for, handle)
+        self.flushes = 0
+
+    @property
+    def unfinished(self) -> list[Handle]:
+        return [handle for _, _, handle in self.requests if not handle.done]
+
+    def act(self) -> None:
+        action = self.draw.choices(
+            (self.submit, self.step, self.abort, self.flush, self.finish_all), weights=(25, 60, 8, 4, 3)
+        )[0]
+        action()
+        self.runner.kv_pool.regions.check_integrity()
+
+    def submit(self) -> None:
+        if len(self.unfinished) >= 12:
+            return
+        which = self.draw.randrange(len(self.pool))
+        tokens = self.draw.choice((1, 2, PAGE, LONGEST_ANSWER))
+        handle = self.runner.submit(
+            self.pool[which],
+            max_new_tokens=tokens,
+            # SGLang reserves room for the whole answer only of those that ignore the end of text.
+            ignore_eos=self.draw.random() < 0.3,
+            want_prompt_logprobs=self.draw.random() < 0.3,
+        )
+        self.requests.append((which, tokens, handle))
+
+    def step(self) -> None:
+        self.runner.step(self.draw.choice((1, 1, 2, 5)))
+
+    def abort(self) -> None:
+        if self.unfinished:
+            self.runner.abort(self.draw.choice(self.unfinished))
+
+    def flush(self) -> None:
+        """Empties the prefix cache if the server is idle, is refused if not."""
+        idle = not self.unfinished and self.runner.scheduler.inbox.empty
+        if idle:
+            self.runner.run_until_idle()
+            self.flushes += 1
+        assert self.runner.scheduler.flush_cache() or not idle
+
+    def finish_all(self) -> None:
+        self.runner.run_until_idle()
+        assert not self.unfinished
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("share", "device", "radix"),
+    [(0, 0, True), (0.37, 6 * PAGE, True), (0.37, 6 * PAGE, False), (1, 6 * PAGE, True)],
+)
+def test_any_order_of_events(share, device, radix, seed):
+    pool = prompt_pool()
+    expected = stock("qwen3_moe", pool, LONGEST_ANSWER)
+    assert 1 not in sum((result.output_ids for result in expected), []), "an answer ends early"
+    args = {"host_memory": "1200KB", "disable_radix_cache": not radix, "schedule_conservativeness": 0.05}
+    with server("qwen3_moe", share=share, device_tokens=device, seed=seed, **args) as runner:
+        seen = watch(runner)
+        driver = Driver(runner, f"{share} {device} {radix} {seed}", pool)
+        for _ in range(ACTIONS):
+            driver.act()
+        driver.finish_all()
+        assert_all_returned(runner)
+    requests = driver.requests
+    for which, tokens, handle in requests:
+        answer = so_far(handle)
+        compare([first_tokens(expected[which], len(answer.output_ids))], [answer], tolerance=TOLERANCE)
+        assert handle.finish_reason["type"] == "abort" or len(answer.output_ids) == tokens
+    finished = sum(handle.finish_reason["type"] != "abort" for _, _, handle in requests)
+    retractions = sum(handle.retractions for _, _, handle in requests)
+    print(len(requests), finished, retractions, driver.flushes, sum(h.cached_tokens>0 for _,_,h in requests), seen)
+    assert finished > 20 and finished < len(requests), (finished, len(requests))
+    assert driver.flushes > 0
