@@ -47,7 +47,7 @@ def library() -> Any:
 
 
 def _supported(module: Any) -> list[str]:
-    names = []
+    names: list[str] = []
     while name := str(module.supported_isa(len(names))):
         names.append(name)
     return names

@@ -6,6 +6,8 @@ import logging
 import os
 
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.runtime_context import get_server_args
 
 import cpu_attn
 from sglang_inplacekv import hooks
@@ -14,6 +16,7 @@ from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.server_defaults import check_settings
 from sglang_inplacekv.sizing import kv_shape, take_planned
 
 logger = logging.getLogger(__name__)
@@ -74,5 +77,6 @@ def build_backend(runner):
     from sglang_inplacekv.backend import InplaceAttnBackend, check_model
 
     hooks.verify()
+    check_settings(resolving_view(get_server_args()))
     check_model(runner)
     return InplaceAttnBackend(runner)

@@ -82,14 +82,23 @@ def check_resolved(args: Any) -> None:
             f"--attention-backend: asked {BACKEND_NAME}, possible with this model are {' and '.join(backends)}, "
             "which SGLang chooses for it"
         )
+    check_settings(settings)
+    model_config = model_config_of(args)
+    _check_model(model_config)
+    check_budgets(settings, model_config)
+
+
+def check_settings(settings: Any) -> None:
+    """Check resolved settings, whoever resolved them: the scheduler process does so for those it was given."""
+    _refuse_features(settings)
+    if not settings.disable_overlap_schedule:
+        _refuse("disable_overlap_schedule", False, True)
     for phase in ("decode", "prefill"):
         graphs = getattr(settings.cuda_graph_config, phase).backend
         if graphs != "disabled":
             _refuse("cuda_graph_config", f"{phase} {graphs}", f"{phase} disabled")
+    _check_page_size(settings)
     _check_chunk(settings)
-    model_config = model_config_of(args)
-    _check_model(model_config)
-    check_budgets(settings, model_config)
 
 
 def _check_model(model_config: Any) -> None:
@@ -125,16 +134,20 @@ def _refuse_conflicts(args: Any) -> None:
                 getattr(args, phase),
                 f"unset (select the backend with --attention-backend {BACKEND_NAME})",
             )
-    for field, allowed in _MUST_BE_OFF.items():
-        if getattr(args, field) not in allowed:
-            _refuse(field, getattr(args, field), " or ".join(map(str, allowed)))
-    for field in _MUST_BE_ONE:
-        if getattr(args, field) != 1:
-            _refuse(field, getattr(args, field), 1)
+    _refuse_features(args)
     for phase in ("decode", "prefill"):
         field = f"cuda_graph_backend_{phase}"
         if getattr(args, field) not in (None, "disabled"):
             _refuse(field, getattr(args, field), "disabled")
+
+
+def _refuse_features(settings: Any) -> None:
+    for field, allowed in _MUST_BE_OFF.items():
+        if getattr(settings, field) not in allowed:
+            _refuse(field, getattr(settings, field), " or ".join(map(str, allowed)))
+    for field in _MUST_BE_ONE:
+        if getattr(settings, field) != 1:
+            _refuse(field, getattr(settings, field), 1)
 
 
 def _check_page_size(args: Any) -> None:

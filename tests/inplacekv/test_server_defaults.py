@@ -234,6 +234,15 @@ def test_auto_host_budget_holds_one_short_request(model: Path) -> None:
     resolve(model, context_length=100, max_running_requests=1, page_size=256)
 
 
+def test_settings_that_never_passed_our_hook(model: Path) -> None:
+    """What the scheduler process finds when the main process lost the hook."""
+    args = server_args(model, page_size=16, cuda_graph_backend_decode="disabled", cuda_graph_backend_prefill="disabled")
+    ServerArgs.resolve_once.__wrapped__(args)
+    with pytest.raises(ConfigError, match="^--disable-overlap-schedule: asked False, possible .* is True$"):
+        server_defaults.check_settings(resolving_view(args))
+    server_defaults.check_settings(resolving_view(resolve(model)))
+
+
 def test_resolving_twice_is_resolving_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = resolve(model)
     budget(monkeypatch, cpu_share="nan")
