@@ -39,7 +39,12 @@ def study(s, document: str):
     forks.join()
     s += "What is the text about, and how difficult is it?" + sgl.user_end()
     s += sgl.assistant_begin() + "The text is about " + sgl.select("subject", choices=SUBJECTS)
-    s += ". Its difficulty is " + sgl.gen("difficulty", regex=DIFFICULTY, temperature=0) + "." + sgl.assistant_end()
+    s += (
+        ". Its difficulty is "
+        + sgl.gen("difficulty", regex=DIFFICULTY, temperature=0)
+        + "."
+        + sgl.assistant_end()
+    )
     s["answers"] = [fork["answer"] for fork in forks]
 
 
@@ -62,7 +67,9 @@ def run(document: str) -> None:
         check(bool(answer.strip()), f"no answer to {question!r}")
     print(f"   about: {state['subject']}; difficulty: {state['difficulty']}")
     check(state["subject"] in SUBJECTS, f"select returned {state['subject']!r}")
-    check(re.fullmatch(DIFFICULTY, state["difficulty"]) is not None, f"regex let {state['difficulty']!r} pass")
+    check(
+        re.fullmatch(DIFFICULTY, state["difficulty"]) is not None, f"regex let {state['difficulty']!r} pass"
+    )
 
     print("\n== run_batch: the same questions as separate programs")
     batch = ask.run_batch(
@@ -85,9 +92,13 @@ def run(document: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", help="a running server; without it one is started on SmolLM2-135M")
-    parser.add_argument("--chars", type=int, default=5000, help="length of the document (default %(default)s)")
+    parser.add_argument(
+        "--chars", type=int, default=5000, help="length of the document (default %(default)s)"
+    )
     args = parser.parse_args()
     started = time.monotonic()
     with ExitStack() as stack:

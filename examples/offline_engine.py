@@ -60,7 +60,9 @@ def main() -> None:
     )
     try:
         capacity = engine.get_server_info()["max_total_num_tokens"]
-        print(f"== {capacity} tokens fit, {os.environ['SGLANG_INPLACEKV_GPU_MEMORY']} of them in the GPU budget")
+        print(
+            f"== {capacity} tokens fit, {os.environ['SGLANG_INPLACEKV_GPU_MEMORY']} of them in the GPU budget"
+        )
 
         long = prompt("What does the text say about object identity?", 5000)
         first = engine.generate(long, SAMPLING)

@@ -39,16 +39,18 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._on_wait = on_wait
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="sglang-server-", suffix=".log", delete=False)
+        log, name = tempfile.mkstemp(prefix="sglang-server-", suffix=".log")
+        self._log_path = Path(name)
         command = [*launcher, str(model), "--host", "127.0.0.1", "--port", str(self.port), *CPU_FLAGS, *flags]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
         self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+        os.close(log)
 
     @property
     def log(self) -> str:
-        return Path(self._log.name).read_text(errors="replace")
+        return self._log_path.read_text(errors="replace")
 
     def wait_healthy(self) -> None:
         """Return once /health answers; raise RuntimeError with the end of the log if the server dies or takes too long."""
@@ -88,7 +90,6 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # the whole group has ended
-        self._log.close()
 
     def __enter__(self) -> Server:
         try:
@@ -100,4 +101,4 @@ class Server:
 
     def __exit__(self, *_) -> None:
         self.close()
-        Path(self._log.name).unlink(missing_ok=True)
+        self._log_path.unlink(missing_ok=True)

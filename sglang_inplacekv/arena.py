@@ -28,7 +28,8 @@ def host_memory_available(
     """Bytes this process may still take: the least of MemAvailable and what its cgroups (v2 or v1) leave."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    own = [line.split(":", 2)[1:] for line in membership.read_text().splitlines()] if membership.is_file() else []
+    groups = membership.read_text().splitlines() if membership.is_file() else []
+    own = [line.split(":", 2)[1:] for line in groups]
     for folder, controller, *files in _CGROUP_VERSIONS:
         path = next((path for names, path in own if controller in names.split(",")), "/")
         # A limit may stand at any level above; inside a container the levels outside are not to be seen.

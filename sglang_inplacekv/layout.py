@@ -142,7 +142,8 @@ def plan_regions(
     if host_pages == 0:
         raise ConfigError(
             f"--inplacekv-host-memory: asked {asked}, possible is at least one chunk of "
-            f"{chunk_pages * shape.page_bytes} bytes ({chunk_pages} page of {shape.page_size} tokens x {shape.token_bytes} bytes)"
+            f"{chunk_pages * shape.page_bytes} bytes ({chunk_pages} page of {shape.page_size} tokens x "
+            f"{shape.token_bytes} bytes)"
         )
     if capacity_tokens is not None:
         pages = capacity_tokens // shape.page_size

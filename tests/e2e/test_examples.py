@@ -48,7 +48,9 @@ def test_offline_engine_fails_aloud() -> None:
     )
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-1]
-    assert last.endswith("ConfigError: --inplacekv-cpu-share: asked 2.0, possible are auto or a number from 0 to 1")
+    assert last.endswith(
+        "ConfigError: --inplacekv-cpu-share: asked 2.0, possible are auto or a number from 0 to 1"
+    )
 
 
 def serve(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -63,7 +65,9 @@ def test_serve_passes_the_model_and_the_users_flags_last() -> None:
     done = serve("some/model", "--page-size", "16", HOST_MEMORY="96GB", GPU_MEMORY="4GB", PORT="31234")
     assert done.returncode == 0, done.stderr
     command = done.stdout.strip()
-    assert command.startswith("-m sglang.launch_server --model-path some/model --attention-backend inplacekv ")
+    assert command.startswith(
+        "-m sglang.launch_server --model-path some/model --attention-backend inplacekv "
+    )
     assert command.endswith(" --page-size 16")
     for given in ("--inplacekv-host-memory 96GB", "--inplacekv-gpu-memory 4GB", "--port 31234"):
         assert f" {given} " in command

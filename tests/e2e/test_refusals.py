@@ -17,6 +17,10 @@ from tests.inplacekv.startup import write_config
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = ["--inplacekv-gpu-memory", "512tok", "--inplacekv-host-memory", "16MB"]
+COMMON = [
+    *("--device", "cpu", "--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init"),
+    *("--skip-server-warmup", "--host", "127.0.0.1", "--attention-backend", "inplacekv"),
+]
 HOOK = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool"
 LAST_HOOK = "sglang.srt.server_args.ServerArgs.resolve_once"
 
@@ -90,13 +94,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future]:
     }
 
     def run(case: Case) -> tuple[int, str]:
-        command = [sys.executable, "-m", case.module, "--model-path", str(models[case.model]), "--device", "cpu"]
-        command += ["--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup"]
-        command += ["--host", "127.0.0.1", "--attention-backend", "inplacekv", *case.flags]
+        command = [
+            sys.executable,
+            "-m",
+            case.module,
+            "--model-path",
+            str(models[case.model]),
+            *COMMON,
+            *case.flags,
+        ]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **case.env}
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=ROOT, env=env, timeout=280, **pipes)
         return done.returncode, done.stdout
 
     with ThreadPoolExecutor(2) as pool:

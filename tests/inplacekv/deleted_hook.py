@@ -15,7 +15,6 @@ import sys
 from sglang_inplacekv import compat, hooks
 from tests.harness import Runner
 
-
 BUDGETS = {"SGLANG_INPLACEKV_GPU_MEMORY": "64tok", "SGLANG_INPLACEKV_HOST_MEMORY": "4MB"}
 
 
@@ -56,7 +55,12 @@ def load_only(plugin: str) -> None:
 def main(model: str) -> None:
     targets = [hook.target for hook in hooks.HOOKS]
     cases = [(delete, target) for target in targets]
-    cases += [(misspell, targets[0]), (pretend_version, "0.5.22"), (load_only, "another"), (load_only, "inplacekv")]
+    cases += [
+        (misspell, targets[0]),
+        (pretend_version, "0.5.22"),
+        (load_only, "another"),
+        (load_only, "inplacekv"),
+    ]
     for change, subject in cases:
         child = os.fork()  # not multiprocessing: its children count as SGLang's scheduler process
         if child == 0:

@@ -121,7 +121,9 @@ def test_budget_of_exactly_what_is_left_passes_and_one_byte_more_does_not() -> N
 
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64, dtype=torch.float32, page_size=16)
-SIZES = RegionSizes(device_pages=4, window_pages=2, host_pages=800, chunk_pages=320, tile_pages=2, page_size=16)
+SIZES = RegionSizes(
+    device_pages=4, window_pages=2, host_pages=800, chunk_pages=320, tile_pages=2, page_size=16
+)
 
 
 def resident_bytes() -> int:

@@ -136,7 +136,9 @@ def test_refused_in_one_line_with_flag_asked_and_possible(name: str, text: str, 
     ],
 )
 def test_refused_test_knobs(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{ENV_PREFIX}{name.upper()}: asked .*{re.escape(text)}.*possible"):
+    with pytest.raises(
+        ConfigError, match=f"^{ENV_PREFIX}{name.upper()}: asked .*{re.escape(text)}.*possible"
+    ):
         config(**{name: text})
 
 

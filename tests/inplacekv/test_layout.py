@@ -49,9 +49,7 @@ def test_supported_head_dims_are_those_of_the_cpu_kernel() -> None:
     assert set(SUPPORTED_HEAD_DIMS) <= set(cpu_attn.SUPPORTED_HEAD_DIMS)
 
 
-@given(
-    device=st.integers(0, 9), windows=st.integers(0, 9), host=st.integers(0, 40), chunk=st.integers(1, 11)
-)
+@given(device=st.integers(0, 9), windows=st.integers(0, 9), host=st.integers(0, 40), chunk=st.integers(1, 11))
 def test_ids_are_partitioned(device: int, windows: int, host: int, chunk: int) -> None:
     sizes = RegionSizes(device, windows, host, chunk, tile_pages=2, page_size=16)
     assert sizes.pages == 1 + device + host

@@ -147,9 +147,7 @@ def test_capacity_below_one_page(model: Path) -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 512])
 def test_head_dim(tmp_path: Path, head_dim: int) -> None:
-    expected = (
-        f"--attention-backend inplacekv: asked head_dim {head_dim}, possible are 64, 80, 96, 112, 128, 192, 256"
-    )
+    expected = f"--attention-backend inplacekv: asked head_dim {head_dim}, possible are 64, 80, 96, 112, 128, 192, 256"
     assert refusal(write_config(tmp_path, head_dim=head_dim)) == expected
 
 
@@ -172,13 +170,19 @@ def test_mla(tmp_path: Path) -> None:
 def test_hybrid_sliding_window(tmp_path: Path) -> None:
     mellum = write_config(tmp_path, is_hybrid_swa=True, layer_types=["sliding_attention", "full_attention"])
     line = refusal(mellum)
-    assert line.startswith("--attention-backend inplacekv: asked a model with sliding-window layers, possible")
+    assert line.startswith(
+        "--attention-backend inplacekv: asked a model with sliding-window layers, possible"
+    )
 
 
 def test_backend_that_sglang_replaces(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.arg_groups.overrides.attention_backends_of", lambda cfg: ("triton", "fa3"))
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.overrides.attention_backends_of", lambda cfg: ("triton", "fa3")
+    )
     line = refusal(model)
-    assert line.startswith("--attention-backend: asked inplacekv, possible with this model are triton and fa3")
+    assert line.startswith(
+        "--attention-backend: asked inplacekv, possible with this model are triton and fa3"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -210,7 +214,9 @@ def test_gpu_budget_below_windows_and_tiles(model: Path, monkeypatch: pytest.Mon
 def test_host_budget_below_one_chunk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget(monkeypatch, host_memory=str(64 * TOKEN_BYTES - 1))
     line = refusal(model, page_size=64)
-    assert line.startswith(f"--inplacekv-host-memory: asked {64 * TOKEN_BYTES - 1} bytes, possible is at least one")
+    assert line.startswith(
+        f"--inplacekv-host-memory: asked {64 * TOKEN_BYTES - 1} bytes, possible is at least one"
+    )
     assert f"{64 * TOKEN_BYTES} bytes" in line
 
 
@@ -236,7 +242,9 @@ def test_auto_host_budget_holds_one_short_request(model: Path) -> None:
 
 def test_settings_that_never_passed_our_hook(model: Path) -> None:
     """What the scheduler process finds when the main process lost the hook."""
-    args = server_args(model, page_size=16, cuda_graph_backend_decode="disabled", cuda_graph_backend_prefill="disabled")
+    args = server_args(
+        model, page_size=16, cuda_graph_backend_decode="disabled", cuda_graph_backend_prefill="disabled"
+    )
     ServerArgs.resolve_once.__wrapped__(args)
     with pytest.raises(ConfigError, match="^--disable-overlap-schedule: asked False, possible .* is True$"):
         server_defaults.check_settings(resolving_view(args))
