@@ -84,7 +84,9 @@ class HostArena:
         for chunk in range(sizes.chunks):
             pages = len(sizes.chunk_page_range(chunk))
             raw = _map_private(pages * shape.page_bytes)
-            team.submit_first_touch(raw).wait(touch_timeout_s)
+            # Layer by layer, since a layer is what one attention call reads: each thread touches its part of each.
+            for layer in raw.view(shape.layers, -1):
+                team.submit_first_touch(layer).wait(touch_timeout_s)
             self._chunks.append(raw.view(shape.dtype).view(shape.layers, pages, 2, block))
 
     @property

@@ -31,13 +31,11 @@ class InplaceAttnBackend(AttentionBackend):
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self._page_size = pool.page_size
         self._last_layer = pool.start_layer + pool.layer_num - 1
-        self.metrics = StepMetrics(pool.regions)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         spans = self._spans(forward_batch)
         is_decode = forward_batch.forward_mode.is_decode()
         self.forward_metadata = self.pool.begin_forward(spans, is_decode)
-        self.metrics.observe(self.forward_metadata)
 
     def _spans(self, forward_batch: ForwardBatch) -> list[Span]:
         lengths = forward_batch.seq_lens_cpu.tolist()
@@ -87,17 +85,16 @@ class InplaceAttnBackend(AttentionBackend):
             raise RuntimeError(
                 f"layer {layer.layer_id}: attention without a KV write is not supported by {BACKEND_NAME}"
             )
-        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        # Rounded once: the chunk attends what later chunks and steps will read.
         shape = (-1, self.pool.head_num, self.pool.head_dim)
-        return k.view(shape), v.view(shape)
+        k, v = k.to(self.pool.dtype).view(shape), v.to(self.pool.dtype).view(shape)
+        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        return k, v
 
     def _finish(self, out: torch.Tensor, q: torch.Tensor, layer) -> torch.Tensor:
         if layer.layer_id == self._last_layer:
             self.pool.executor.end_forward()
         return out.to(q.dtype).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
 
     def support_triton(self) -> bool:
         return self.req_to_token.is_cuda
@@ -109,12 +106,21 @@ def check_model(runner) -> None:
         raise ConfigError(
             f"--attention-backend {BACKEND_NAME}: asked an MLA model, possible are GQA and MHA models"
         )
-    for name, layer in runner.model.named_modules():
-        if isinstance(layer, RadixAttention):
-            _check_layer(name, layer)
+    pool = runner.token_to_kv_pool
+    layers = [(name, m) for name, m in runner.model.named_modules() if isinstance(m, RadixAttention)]
+    for name, layer in layers:
+        _check_layer(name, layer, pool)
+    # Layers write and stream in this order, once each per forward.
+    expected = list(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    found = sorted(layer.layer_id for _, layer in layers)
+    if found != expected:
+        raise ConfigError(
+            f"--attention-backend {BACKEND_NAME}: asked a model whose attention layers are {found}, possible is one "
+            f"in each of the layers {expected[0]} to {expected[-1]}"
+        )
 
 
-def _check_layer(name: str, layer: RadixAttention) -> None:
+def _check_layer(name: str, layer: RadixAttention, pool: InplaceMHAPool) -> None:
     def refuse(asked: str, possible: str) -> None:
         raise ConfigError(
             f"--attention-backend {BACKEND_NAME}: layer {name} asks {asked}, possible is {possible}"
@@ -127,6 +133,13 @@ def _check_layer(name: str, layer: RadixAttention) -> None:
             f"K {layer.tp_k_head_num}x{layer.qk_head_dim}, V {layer.tp_v_head_num}x{layer.v_head_dim}",
             "equal K and V shapes",
         )
+    if (layer.tp_k_head_num, layer.head_dim) != (pool.head_num, pool.head_dim):
+        refuse(
+            f"{layer.tp_k_head_num} KV heads of {layer.head_dim}",
+            f"the {pool.head_num} of {pool.head_dim} of the model's other layers",
+        )
+    if layer.use_irope or layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0:
+        refuse("position-dependent attention scores", "plain scaled dot products")
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         refuse(f"a sliding window of {layer.sliding_window_size}", "full attention")
     if layer.logit_cap:

@@ -51,6 +51,9 @@ class HomeTable:
         for free in self._chunk_free:
             yield from free
 
+    def all_used(self) -> list[int]:
+        return [page for page, used in enumerate(self._used) if used]
+
     def role_of(self, page: int) -> int:
         return self.role[self.sizes.chunk_of(page)]
 
@@ -145,3 +148,7 @@ class HomeTable:
             raise RuntimeError(
                 f"C {self.scope.compute_pages} + T {self.scope.transfer_pages} pages != {live} live host pages"
             )
+        for chunk, role in enumerate(self.role):
+            whole = len(self._chunk_free[chunk]) == len(self.sizes.chunk_page_range(chunk))
+            if whole != (role == ROLE_NONE):
+                raise RuntimeError(f"chunk {chunk} has role {role} and {len(self._chunk_free[chunk])} free pages")

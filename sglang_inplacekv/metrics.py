@@ -36,7 +36,7 @@ class StepMetrics:
         # SGLang sets this directory before it spawns the scheduler, and only with --enable-metrics.
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._create_gauges()
-            self._export(dict.fromkeys(_REGIONS, 0))
+            self.export()
 
     def _create_gauges(self) -> None:
         from prometheus_client import Gauge
@@ -44,31 +44,31 @@ class StepMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
 
-        self._tokens = gauge("tokens", "Tokens of allocated pages, by region.", ("region",))
+        self._tokens = gauge("tokens", "Tokens of allocated pages, by region; 'window' counts those of C and T that are still on the device.", ("region",))
         self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
 
     def observe(self, plan: StepPlan) -> None:
-        held = self._regions.tokens_by_region()
         if plan.is_decode:
             read = plan.attended_tokens(self._regions.sizes.page_size)
             host = read["C"] + read["T"]
             self.effective_share = read["C"] / host if host else 0.0
             self._decode_steps += 1
             if self._decode_steps % _LOG_INTERVAL_STEPS == 0:
-                self._log(held)
-        self._export(held)
+                self._log()
+        self.export()
 
-    def _log(self, held: dict[str, int]) -> None:
-        scope = self._regions.scope
+    def _log(self) -> None:
+        scope, held = self._regions.scope, self._regions.tokens_by_region()
         regions = ", ".join(f"{region} {held[region]}" for region in _REGIONS)
         logger.info(
             f"InplaceKV decode, share target: {scope.target_share:.2f}, effective: {self.effective_share:.2f}, "
             f"#tokens: {regions}, #fallback pages: {scope.fallback_pages}"
         )
 
-    def _export(self, held: dict[str, int]) -> None:
+    def export(self) -> None:
         if self._tokens is None:
             return
+        held = self._regions.tokens_by_region()
         for region in _REGIONS:
             self._tokens.labels(region).set(held[region])
         values = {

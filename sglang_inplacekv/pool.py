@@ -7,6 +7,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, unwrap_write_loc
 
 from sglang_inplacekv.executors.base import Executor
+from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 
@@ -32,6 +33,7 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.regions, self.executor = regions, executor
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
+        self.metrics = StepMetrics(regions)
         self._req_to_token_pool = req_to_token_pool
         self._row_pages: dict[int, tuple[int, np.ndarray]] = {}  # row -> its generation and D pages when last run
         self.k_buffer = self.v_buffer = None
@@ -55,7 +57,14 @@ class InplaceMHAPool(MHATokenToKVPool):
         self._note_device_pages(spans)
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan)
+        self.metrics.observe(self.plan)
         return self.plan
+
+    def settle(self) -> None:
+        """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
+        self.executor.acknowledge()
+        self.regions.check_integrity()
+        self.metrics.export()
 
     def set_kv_buffer(
         self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_
@@ -82,8 +91,7 @@ class InplaceMHAPool(MHATokenToKVPool):
     def forget_all_pages(self) -> None:
         """Every page is about to be free (start-up, flush_cache): let writes end and take all windows back."""
         self.executor.drain()
-        self.regions.windows.forget_all()
-        self.regions.homes.outstanding()
+        self.regions.forget_all_pages()
         self._row_pages.clear()
 
     def _note_device_pages(self, spans: list[Span]) -> None:

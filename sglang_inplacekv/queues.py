@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from sglang_inplacekv.tickets import Ticket, wait_all
+
+logger = logging.getLogger(__name__)
 
 # Delays of the jitter mode, seconds: mostly around a kernel's length, now and then longer than a layer.
 _JITTER_SHORT_S, _JITTER_LONG_S, _JITTER_LONG_ODDS = 0.0005, 0.01, 0.05
@@ -29,18 +34,19 @@ class WorkQueue:
         self._thread = threading.Thread(target=self._run, name=f"inplacekv-{name}", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, job: Callable[[], None], what: str, after: Sequence[Ticket] = (), ticket: Ticket | None = None
-    ) -> Ticket:
-        """Queue `job`; the returned ticket completes when it has run. `ticket` lets one ticket stand for several jobs'
-        last: an error of this job fails it."""
-        done = ticket or Ticket(what)
+    def submit(self, job: Callable[[], None], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue `job`; the returned ticket completes when it has run, or fails with its error."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the {self.name} queue is closed: {what} cannot run")
+        done = Ticket(what)
         self._jobs.put((job, what, tuple(after), done))
         return done
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._jobs.put(None)
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning(f"the {self.name} queue has not ended after {timeout_s:g} s")
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
@@ -48,7 +54,9 @@ class WorkQueue:
             try:
                 wait_all(after, self._timeout_s, f"{self.name} queue, before {what},")
                 self._delay()
-                job()
+                # Grad and inference mode belong to a thread: SGLang's own setting does not reach this one.
+                with torch.inference_mode():
+                    job()
             except BaseException as error:  # the waiter raises it, on the thread that can act on it
                 done.fail(error)
             else:

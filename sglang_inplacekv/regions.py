@@ -77,6 +77,14 @@ class Regions:
             for page in pages:
                 self._poison_page(page)
 
+    def forget_all_pages(self) -> None:
+        """All pages are about to be free at once; nothing may be in flight."""
+        self.windows.forget_all()
+        self.homes.outstanding()
+        if self.config.poison:
+            for page in self.homes.all_used():
+                self._poison_page(page)
+
     def _poison_page(self, page: int) -> None:
         if self.sizes.is_device(page):
             self._poison_device_page(page)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class StepPlan:
         first = sum(span.new_tokens for span in self.spans[:index])
         return slice(first, first + self.spans[index].new_tokens)
 
-    @property
+    @cached_property
     def who(self) -> str:
         """The requests by name, for messages."""
         return "requests " + ", ".join(span.label for span in self.spans)
@@ -99,6 +100,7 @@ class Planner:
             first += span.new_tokens
         plan.device_tokens = np.concatenate(tokens) if tokens else plan.device_tokens
         plan.device_slots = np.concatenate(slots) if slots else plan.device_slots
+        self._note_windows()
         plan.reads = [self._plan_reads(span, is_decode) for span in plan.spans]
         outstanding = self.homes.outstanding()
         if outstanding:
@@ -106,6 +108,12 @@ class Planner:
             read = set(np.concatenate(home_pages).tolist()) if home_pages else set()
             plan.pending = {page: ticket for page, ticket in outstanding.items() if page in read}
         return plan
+
+    def _note_windows(self) -> None:
+        """Open pages, sorted, and their windows: what the lists of this forward are matched against."""
+        pages = sorted(self.windows.open_pages().items())
+        self._open_pages = np.array([page for page, _ in pages], dtype=np.int64)
+        self._open_windows = np.array([window for _, window in pages], dtype=np.int64)
 
     def _plan_writes(self, plan: StepPlan, span: Span, first: int, tokens: list, slots: list) -> None:
         size = self.sizes.page_size
@@ -120,7 +128,7 @@ class Planner:
             if not self.sizes.is_device(page):
                 window = self.windows.window_of(page)
                 if window is None:
-                    window = self.windows.open(page, self._timeout_s)
+                    window = self.windows.open(page, self._timeout_s, f"request {span.label},")
                 place = self.sizes.first_host_page + window
                 if end == (index + 1) * size:
                     plan.flush_pages.append(page)
@@ -132,10 +140,8 @@ class Planner:
         read_end = span.length if is_decode else span.prefix
         ids = np.asarray(span.pages[: -(-read_end // size)], dtype=np.int64)
         place = np.where(ids < first_host, ids, -1)
-        for index in np.flatnonzero(place < 0):
-            window = self.windows.window_of(int(ids[index]))
-            if window is not None:
-                place[index] = first_host + window
+        held = np.isin(ids, self._open_pages)
+        place[held] = first_host + self._open_windows[np.searchsorted(self._open_pages, ids[held])]
         on_device = place >= 0
         device_slots = (place[on_device][:, None] * size + np.arange(size)).reshape(-1)
         spare = len(ids) * size - read_end
@@ -150,4 +156,8 @@ class Planner:
             np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
         )
         computed = roles == ROLE_COMPUTE
-        return Reads(device_slots, home[computed], home[~computed])
+        reads = Reads(device_slots, home[computed], home[~computed])
+        planned = len(device_slots) + len(home) * size
+        if planned != read_end:
+            raise RuntimeError(f"request {span.label}: {read_end} tokens to attend, {planned} planned")
+        return reads

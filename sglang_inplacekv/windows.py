@@ -37,28 +37,27 @@ class WindowTable:
     def free_count(self) -> int:
         return len(self._free)
 
+    def open_pages(self) -> dict[int, int]:
+        """Page -> window, of all pages that own one."""
+        return self._window_of
+
     @property
     def open_count(self) -> int:
         return len(self._window_of)
 
-    @property
-    def flushing_count(self) -> int:
-        return len(self._flushes)
-
     def window_of(self, page: int) -> int | None:
         return self._window_of.get(page)
 
-    def open(self, page: int, timeout_s: float) -> int:
-        """Give `page` a window, waiting for the oldest flush if none is free."""
+    def open(self, page: int, timeout_s: float, who: str = "") -> int:
+        """Give `page` a window, waiting for the oldest flush if none is free. `who` is for messages."""
         if page in self._window_of:
             raise RuntimeError(f"page {page} already owns window {self._window_of[page]}")
         while not self._free:
             if not self._flushes:
                 raise RuntimeError(
-                    f"no window for page {page}: {self.count} windows, {len(self._window_of)} open, none being flushed; "
-                    "raise --max-running-requests"
+                    f"no window for page {page}: {self.count} windows, {len(self._window_of)} open, none being flushed"
                 )
-            self._flushes[0].ticket.wait(timeout_s, f"opening a window for page {page} (region D)")
+            self._flushes[0].ticket.wait(timeout_s, f"{who} opening a window for page {page} (region D)".strip())
             self.acknowledge()
         window = self._free.popleft()
         self._window_of[page] = window

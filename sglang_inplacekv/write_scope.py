@@ -28,11 +28,6 @@ class WriteScope:
     def host_pages(self) -> int:
         return self.compute_pages + self.transfer_pages
 
-    @property
-    def effective_share(self) -> float:
-        """Share of live host pages that are C; the target's own value while there are none."""
-        return self.compute_pages / self.host_pages if self.host_pages else self.target_share
-
     def wanted_compute(self, new_pages: int) -> int:
         """How many of `new_pages` host pages should become C, so that the live share comes closest to the target."""
         wanted = int(self.target_share * (self.host_pages + new_pages) + 0.5) - self.compute_pages

@@ -127,8 +127,14 @@ class CpuExecutor(Executor):
             job = self.regions.team.submit_paged_decode(q, kv, table, scale)
         self._wait(self._attend_device_side(state, layer, q, scale), layer)
         if job is not None:
-            state.merge(slice(None), *job.wait(self._timeout_s))
+            state.merge(slice(None), *self._collect(job, layer))
         return state.out
+
+    def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return job.wait(self._timeout_s)
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{self._forward.plan.who}, layer {layer}, region C: {error}") from error
 
     def extend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -153,7 +159,7 @@ class CpuExecutor(Executor):
         device = partial(self._attend_device, self._forward, state, layer, q, scale)
         parts = [self._compute.submit(device, f"attention over region D, layer {layer}")]
         for tile in stream.tiles:
-            buffer, copied = stream.ready()
+            buffer, copied = stream.ready(layer)
             attend = partial(self._attend_tile, self._forward, state, tile, buffer, q, scale)
             parts.append(
                 self._compute.submit(attend, f"attention over region P, layer {layer}", after=(copied,))

@@ -41,16 +41,17 @@ def plan_tiles(plan: StepPlan, sizes: RegionSizes) -> list[Tile]:
     for role in (ROLE_TRANSFER,) if plan.is_decode else (ROLE_TRANSFER, ROLE_COMPUTE):
         lists = [r.transfer_pages if role == ROLE_TRANSFER else r.compute_pages for r in plan.reads]
         pages = np.array(list(dict.fromkeys(np.concatenate(lists).tolist())) if lists else [], dtype=np.int64)
+        order = np.argsort(pages)
+        # For each request: where its pages stand in the list of distinct pages.
+        stands = [order[np.searchsorted(pages, own, sorter=order)] for own in lists]
         for start in range(0, len(pages), sizes.tile_pages):
-            part = pages[start : start + sizes.tile_pages]
-            order = np.argsort(part)
+            stop = start + sizes.tile_pages
             readers = []
-            for request, own in enumerate(lists):
-                mine = own[np.isin(own, part)]
+            for request, place in enumerate(stands):
+                mine = place[(place >= start) & (place < stop)]
                 if len(mine):
-                    places = order[np.searchsorted(part, mine, sorter=order)]
-                    readers.append((request, torch.from_numpy(places)))
-            tiles.append(Tile(role, part, readers))
+                    readers.append((request, torch.from_numpy(mine - start)))
+            tiles.append(Tile(role, pages[start:stop], readers))
     return tiles
 
 
@@ -86,8 +87,10 @@ class TileStream:
         for _ in buffers:
             self._submit_copy(None)
 
-    def ready(self) -> tuple[torch.Tensor, Ticket]:
-        """The buffer of the next tile in stream order, `[tile_pages, 2, block]`, valid once the ticket is done."""
+    def ready(self, layer: int) -> tuple[torch.Tensor, Ticket]:
+        """The buffer of the next tile, one of `layer`, `[tile_pages, 2, block]`, valid once the ticket is done."""
+        if self._next // len(self.tiles) != layer:
+            raise RuntimeError(f"layer {layer} asks for tile {self._next} of {len(self.tiles)} a layer")
         return self._buffers[self._next % 2], self._copies[self._next]
 
     def read_by(self, reader: Ticket) -> None:

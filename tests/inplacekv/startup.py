@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
+
+from sglang_inplacekv.config import ConfigError
 
 GEOMETRY = {
     "vocab_size": 512,
@@ -51,3 +54,12 @@ def resolve(model: Path, **fields) -> ServerArgs:
     args = server_args(model, **fields)
     args.resolve_once()
     return args
+
+
+def refusal(model: Path, **fields) -> str:
+    """The one line with which these arguments are refused."""
+    with pytest.raises(ConfigError) as refused:
+        resolve(model, **fields)
+    line = str(refused.value)
+    assert "\n" not in line
+    return line

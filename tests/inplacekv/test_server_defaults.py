@@ -11,13 +11,10 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from sglang_inplacekv import arena, server_defaults, sizing
+from sglang_inplacekv import server_defaults
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.server_defaults import _FILLED, _MUST_BE_OFF, _MUST_BE_ONE
-from tests.inplacekv.startup import resolve, restored_environment, server_args, write_config
-
-# Of Llama as GEOMETRY has it: K and V x 2 heads x 64 x 4 bytes x 2 layers
-TOKEN_BYTES = 2 * 2 * 64 * 4 * 2
+from tests.inplacekv.startup import refusal, resolve, restored_environment, server_args, write_config
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _environment() -> Iterator[None]:
     with restored_environment():
         yield
-
-
-def refusal(model: Path, **fields) -> str:
-    with pytest.raises(ConfigError) as refused:
-        resolve(model, **fields)
-    line = str(refused.value)
-    assert "\n" not in line
-    return line
 
 
 def test_tables_name_real_fields_and_their_defaults_are_allowed() -> None:
@@ -185,61 +174,6 @@ def test_backend_that_sglang_replaces(model: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_kv_cache_dtype(model: Path, dtype: str) -> None:
-    line = refusal(model, kv_cache_dtype=dtype)
-    assert line.startswith(f"--kv-cache-dtype: asked {dtype}, possible")
-    assert "auto, bfloat16" in line
-
-
-def budget(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    for name, value in values.items():
-        monkeypatch.setenv(f"SGLANG_INPLACEKV_{name.upper()}", value)
-
-
-def test_bad_setting_in_the_environment(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget(monkeypatch, cpu_share="nan")
-    assert refusal(model).startswith("--inplacekv-cpu-share: asked nan, ")
-    budget(monkeypatch, cpu_share="0.5", no_such_thing="1")
-    assert refusal(model).startswith("SGLANG_INPLACEKV_NO_SUCH_THING is not a setting; possible are ")
-
-
-def test_gpu_budget_below_windows_and_tiles(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget(monkeypatch, gpu_memory="1MB")
-    line = refusal(model, page_size=64, max_running_requests=4)
-    assert line.startswith("--inplacekv-gpu-memory: asked 1000000 bytes, possible is at least ")
-    assert f"8 windows {8 * 64 * TOKEN_BYTES} + two P tiles" in line
-
-
-def test_host_budget_below_one_chunk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget(monkeypatch, host_memory=str(64 * TOKEN_BYTES - 1))
-    line = refusal(model, page_size=64)
-    assert line.startswith(
-        f"--inplacekv-host-memory: asked {64 * TOKEN_BYTES - 1} bytes, possible is at least one"
-    )
-    assert f"{64 * TOKEN_BYTES} bytes" in line
-
-
-def test_host_budget_above_the_cgroup(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text("3000000000\n")
-    (tmp_path / "memory.current").write_text("1000000000\n")
-    monkeypatch.setattr(sizing, "host_memory_available", lambda: arena.host_memory_available(tmp_path))
-    budget(monkeypatch, host_memory="2.5GB", gpu_memory="512tok")
-    line = refusal(model)
-    assert line.startswith("--inplacekv-host-memory: asked 249") and "system RAM (not VRAM)" in line
-    assert "possible are at most 2000000000 bytes that this host and its cgroup still allow" in line
-    budget(monkeypatch, host_memory="1.9GB", gpu_memory="1.5GB")
-    line = refusal(model)
-    assert line.startswith("--inplacekv-gpu-memory: asked ") and "without a GPU are system RAM" in line
-    budget(monkeypatch, host_memory="500MB", gpu_memory="1.2GB")
-    resolve(model)
-
-
-def test_auto_host_budget_holds_one_short_request(model: Path) -> None:
-    """Reachable tokens are rounded up to pages: auto never asks for less than one."""
-    resolve(model, context_length=100, max_running_requests=1, page_size=256)
-
-
 def test_settings_that_never_passed_our_hook(model: Path) -> None:
     """What the scheduler process finds when the main process lost the hook."""
     args = server_args(
@@ -253,6 +187,6 @@ def test_settings_that_never_passed_our_hook(model: Path) -> None:
 
 def test_resolving_twice_is_resolving_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = resolve(model)
-    budget(monkeypatch, cpu_share="nan")
+    monkeypatch.setenv("SGLANG_INPLACEKV_CPU_SHARE", "nan")
     args.resolve_once()  # as in the scheduler process, which gets resolved arguments
     assert server_args(model).attention_backend == "inplacekv"
