@@ -28,7 +28,7 @@ flags=(
   # "auto" is what SGLang would have given its own KV cache.
   --inplacekv-gpu-memory "${GPU_MEMORY:-auto}"
 
-  # Share of the host's tokens that the CPU attends, 0 to 1. "auto" is the safe choice.
+  # Share of the host's tokens that the CPU attends, 0 to 1. "auto" is 0.5 in this version.
   --inplacekv-cpu-share auto
 
   # A page is what is allocated, flushed and shared; --chunked-prefill-size has to be a multiple of it.

@@ -120,7 +120,9 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
             and lost_tokens < cap_tokens
             and self._kvcache.idle_device_pages() > 0
         ):
-            evicted = self._tree_cache.evict(EvictParams(num_tokens=short * self.page_size)).num_tokens_evicted
+            evicted = self._tree_cache.evict(
+                EvictParams(num_tokens=short * self.page_size)
+            ).num_tokens_evicted
             if evicted == 0:
                 break
             lost_tokens += evicted

@@ -8,10 +8,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from cpu_attn import SUPPORTED_HEAD_DIMS
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError
-from sglang_inplacekv.layout import SUPPORTED_HEAD_DIMS
-from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.step_plan import Span
 

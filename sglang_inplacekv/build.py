@@ -57,9 +57,13 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
 
 
 def team_cores(threads: int | None) -> list[int]:
-    """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first."""
+    """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first.
+
+    `auto` leaves a core to the scheduler where there are more than two.
+    """
     allowed = sorted(os.sched_getaffinity(0))
-    wanted = threads or min(cpu_attn.default_threads(), len(allowed))
+    usable = cpu_attn.default_threads()
+    wanted = threads or (usable - 1 if usable > 2 else usable)
     if wanted > len(allowed):
         raise ConfigError(
             f"--inplacekv-threads: asked {wanted}, possible are 1 to {len(allowed)} on this process's cores"

@@ -18,3 +18,9 @@ def apply() -> None:
     from sglang.srt.layers.rotary_embedding import base
 
     base._is_cpu = True
+
+
+def is_applied() -> bool:
+    from sglang.srt.layers.rotary_embedding import base
+
+    return base._is_cpu

@@ -151,4 +151,6 @@ class HomeTable:
         for chunk, role in enumerate(self.role):
             whole = len(self._chunk_free[chunk]) == len(self.sizes.chunk_page_range(chunk))
             if whole != (role == ROLE_NONE):
-                raise RuntimeError(f"chunk {chunk} has role {role} and {len(self._chunk_free[chunk])} free pages")
+                raise RuntimeError(
+                    f"chunk {chunk} has role {role} and {len(self._chunk_free[chunk])} free pages"
+                )

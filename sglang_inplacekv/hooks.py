@@ -178,6 +178,10 @@ def verify() -> None:
                 f"--attention-backend {BACKEND_NAME}: the hook on {target} did not take, so SGLang would run without it; "
                 "see the plugin errors above in the log"
             )
+    if cpu_host.is_cpu_host() and not cpu_host.is_applied():
+        raise ConfigError(
+            f"--attention-backend {BACKEND_NAME}: the changes for hosts without a GPU did not take"
+        )
 
 
 def _is_live(function: Callable, target: str) -> bool:

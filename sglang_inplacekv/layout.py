@@ -34,7 +34,6 @@ ROLE_NONE, ROLE_COMPUTE, ROLE_TRANSFER = -1, 0, 1
 MAX_CHUNK_BYTES = 2**30
 MIN_CHUNKS = 16
 DEFAULT_TILE_TOKENS = 2048
-SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 STAGING_LAYERS = 2
 
 
@@ -138,12 +137,11 @@ def plan_regions(
     host_bytes = config.host_memory_bytes if config.host_memory_bytes is not None else host_bytes_auto
     asked = _asked(config.host_memory_bytes, host_bytes)
     chunk_pages = max(1, min(MAX_CHUNK_BYTES, host_bytes // MIN_CHUNKS) // shape.page_bytes)
-    host_pages = host_bytes // (chunk_pages * shape.page_bytes) * chunk_pages
+    host_pages = host_bytes // shape.page_bytes
     if host_pages == 0:
         raise ConfigError(
-            f"--inplacekv-host-memory: asked {asked}, possible is at least one chunk of "
-            f"{chunk_pages * shape.page_bytes} bytes ({chunk_pages} page of {shape.page_size} tokens x "
-            f"{shape.token_bytes} bytes)"
+            f"--inplacekv-host-memory: asked {asked}, possible is at least one chunk of {shape.page_bytes} bytes "
+            f"(a page of {shape.page_size} tokens x {shape.token_bytes} bytes)"
         )
     if capacity_tokens is not None:
         pages = capacity_tokens // shape.page_size

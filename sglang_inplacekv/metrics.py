@@ -44,7 +44,12 @@ class StepMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
 
-        self._tokens = gauge("tokens", "Tokens of allocated pages, by region; 'window' counts those of C and T that are still on the device.", ("region",))
+        text = "Tokens of allocated pages by region; 'window' counts those of C and T that are still on the device."
+        self._tokens = gauge("tokens", text, ("region",))
+            "tokens",
+            "Tokens of allocated pages, by region; 'window' counts those of C and T that are still on the device.",
+            ("region",),
+        )
         self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
 
     def observe(self, plan: StepPlan) -> None:

@@ -1,4 +1,7 @@
-"""Entry point of group `sglang.srt.plugins`: runs in every SGLang process, inert unless our backend is selected."""
+"""Entry point of group `sglang.srt.plugins`: runs in every SGLang process.
+
+Inert unless our backend is selected, with one exception: on a host without a GPU `cpu_host` lets SGLang run at all.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ def register() -> None:
 
     from sglang_inplacekv import hooks
 
+    hooks.register()
     if cpu_host.is_cpu_host():
         cpu_host.apply()
-    hooks.register()
     if compat.BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([compat.BACKEND_NAME])
 

@@ -35,7 +35,9 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.plan: StepPlan | None = None
         self.metrics = StepMetrics(regions)
         self._req_to_token_pool = req_to_token_pool
-        self._row_pages: dict[int, tuple[int, np.ndarray]] = {}  # row -> its generation and D pages when last run
+        self._row_pages: dict[
+            int, tuple[int, np.ndarray]
+        ] = {}  # row -> its generation and D pages when last run
         self.k_buffer = self.v_buffer = None
         self.head_num, self.head_dim, self.v_head_dim = shape.kv_heads, shape.head_dim, shape.head_dim
         KVCache.__init__(
@@ -97,7 +99,10 @@ class InplaceMHAPool(MHATokenToKVPool):
     def _note_device_pages(self, spans: list[Span]) -> None:
         for span in spans:
             generation = int(self._req_to_token_pool.req_generation[span.row])
-            self._row_pages[span.row] = (generation, span.pages[span.pages < self.regions.sizes.first_host_page])
+            self._row_pages[span.row] = (
+                generation,
+                span.pages[span.pages < self.regions.sizes.first_host_page],
+            )
 
     def idle_device_pages(self) -> int:
         """D pages that no live request was seen to use: what only the prefix cache keeps."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from cpu_attn import SUPPORTED_HEAD_DIMS
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
-from sglang_inplacekv.layout import SUPPORTED_HEAD_DIMS
 
 DEFAULT_PAGE_SIZE = 256
 DEFAULT_CHUNK_TOKENS = 8192
@@ -37,6 +37,7 @@ _MUST_BE_OFF: dict[str, tuple[Any, ...]] = {
     "dllm_algorithm": (None,),
     "kv_canary": ("none",),
     "enable_torch_compile": (False,),
+    "enable_mis": (False,),
 }
 _MUST_BE_ONE = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
 _FILLED: dict[str, Any] = {
@@ -91,6 +92,8 @@ def check_resolved(args: Any) -> None:
 def check_settings(settings: Any) -> None:
     """Check resolved settings, whoever resolved them: the scheduler process does so for those it was given."""
     _refuse_features(settings)
+    if torch.device(settings.device).type != "cpu":
+        _refuse("device", settings.device, "cpu (in this version)")
     if not settings.disable_overlap_schedule:
         _refuse("disable_overlap_schedule", False, True)
     for phase in ("decode", "prefill"):
@@ -128,12 +131,9 @@ def _refuse(field: str, asked: Any, possible: Any) -> None:
 
 def _refuse_conflicts(args: Any) -> None:
     for phase in ("prefill_attention_backend", "decode_attention_backend"):
-        if getattr(args, phase) not in (None, BACKEND_NAME) or args.attention_backend != BACKEND_NAME:
-            _refuse(
-                phase,
-                getattr(args, phase),
-                f"unset (select the backend with --attention-backend {BACKEND_NAME})",
-            )
+        asked = getattr(args, phase)
+        if asked not in (None, BACKEND_NAME) or (asked and args.attention_backend != BACKEND_NAME):
+            _refuse(phase, asked, f"unset (select the backend with --attention-backend {BACKEND_NAME})")
     _refuse_features(args)
     for phase in ("decode", "prefill"):
         field = f"cuda_graph_backend_{phase}"

@@ -18,12 +18,9 @@ from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.layout import KVShape, RegionSizes, plan_regions
 
-_KV_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+# What --kv-cache-dtype can name; "auto" is the model's own dtype.
+_KV_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Without a GPU there is no device memory to size D from: a bounded stand-in, and the user's own figure beats it.
 _CPU_DEVICE_BYTES = 2**30
 _HOST_SHARE_AUTO = 0.5
@@ -48,7 +45,7 @@ class Demand:
 
 def kv_shape(kvc) -> KVShape:
     """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
-    if kvc.kv_cache_dtype not in _KV_DTYPES.values():
+    if kvc.kv_cache_dtype not in _MODEL_DTYPES:
         _refuse_dtype(kvc.kv_cache_dtype_str)
     return KVShape(
         layers=kvc.layer_info.num_effective_layers,

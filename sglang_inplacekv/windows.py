@@ -57,7 +57,9 @@ class WindowTable:
                 raise RuntimeError(
                     f"no window for page {page}: {self.count} windows, {len(self._window_of)} open, none being flushed"
                 )
-            self._flushes[0].ticket.wait(timeout_s, f"{who} opening a window for page {page} (region D)".strip())
+            self._flushes[0].ticket.wait(
+                timeout_s, f"{who} opening a window for page {page} (region D)".strip()
+            )
             self.acknowledge()
         window = self._free.popleft()
         self._window_of[page] = window
@@ -101,5 +103,6 @@ class WindowTable:
         owned = set(self._window_of.values()) | flushing
         if len(self._free) + len(owned) != self.count or owned & set(self._free):
             raise RuntimeError(
-                f"windows: {len(self._free)} free + {len(owned)} owned != {self.count} (open {self._window_of}, flushing {flushing})"
+                f"windows: {len(self._free)} free + {len(owned)} owned != {self.count} "
+                f"(open {self._window_of}, flushing {flushing})"
             )
