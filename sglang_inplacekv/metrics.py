@@ -46,10 +46,6 @@ class StepMetrics:
 
         text = "Tokens of allocated pages by region; 'window' counts those of C and T that are still on the device."
         self._tokens = gauge("tokens", text, ("region",))
-            "tokens",
-            "Tokens of allocated pages, by region; 'window' counts those of C and T that are still on the device.",
-            ("region",),
-        )
         self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
 
     def observe(self, plan: StepPlan) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +46,7 @@ def test_any_split_of_the_tokens_merges_to_the_whole(
     order = torch.randperm(keys, generator=g)
     total = empty_state(1, 2 * group, 64)
     edges = [0, *sorted(min(cut, keys) for cut in cuts), keys]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         part = order[start:stop]
         total = merge_states(*total, *partial_attention(q, k[part], v[part], 0.125))
     wanted = dense_attention(q, k, v, 0.125, first=keys - 1)

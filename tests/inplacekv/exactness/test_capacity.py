@@ -48,8 +48,7 @@ def test_prompt_of_four_times_d(share, chunk):
     assert len(spilled[0].output_ids) == NEW_TOKENS
 
 
-@pytest.mark.parametrize("share", [0, 0.37, 1])
-@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize(("share", "at_once"), [(0.37, 1), (0, 4), (0.37, 4), (1, 4)])
 def test_fresh_prompt_lands_in_d_after_three_times_d_of_finished_ones(share, at_once):
     """With four at once the finished prompts spill as well; their idle pages must make room all the same."""
     finished = prompts(*[4 * PAGE] * 12, seed=1)

@@ -17,7 +17,7 @@ from tests.inplacekv.exactness.support import (
     stock,
 )
 
-NEW_TOKENS, CYCLES = 12, 8
+NEW_TOKENS, CYCLES = 10, 6
 UNTOUCHED = 1e-5  # between two runs of our own backend
 FAMILY_A = prompts(PAGE + 3, CHUNK, CHUNK + 41, 2 * PAGE, vocabulary=range(5, 256))
 FAMILY_B = prompts(CHUNK + 9, PAGE, 2 * CHUNK + 1, 3 * PAGE + 1, vocabulary=range(256, 512))
@@ -55,7 +55,7 @@ def test_family_b_leaves_no_trace_in_family_a(share, device, radix):
                 [mixed[i] for i in order], max_new_tokens=NEW_TOKENS, stagger=draw.randint(0, 3)
             )
             assert_same([alone[i] for i in beside], [results[order.index(i)] for i in range(2)])
-        assert handed_out() > 5 * runner.kv_pool.regions.sizes.pages
+        assert handed_out() > 4 * runner.kv_pool.regions.sizes.pages
         assert_all_returned(runner)
 
 

@@ -69,8 +69,7 @@ def test_second_turn_reads_what_was_just_decoded(monkeypatch, share):
 
 
 @SHARES
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-@pytest.mark.parametrize("limit", [PAGE + 5, 7])
+@pytest.mark.parametrize(("radix", "limit"), [(True, PAGE + 5), (True, 7), (False, PAGE + 5)])
 def test_extends_that_start_inside_a_page(monkeypatch, share, radix, limit):
     """SGLang cuts a continued chunk at the tokens that are left in the pool, in tokens and not in pages.
 
