@@ -19,7 +19,7 @@ from serving import Server
 
 from sglang_inplacekv.models import long_text, prepare_smollm2
 
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 TOLERANCE = 1e-4
 COMMON_FLAGS = ["--max-running-requests", "4", "--chunked-prefill-size", "1024", "--context-length", "8192"]
 STOCK_FLAGS = ["--attention-backend", "torch_native", "--max-total-tokens", "16384", *COMMON_FLAGS]

@@ -94,7 +94,7 @@ def server(
     share: float,
     device_tokens: int,
     host_memory: str = "24MB",
-    tile_tokens: int = 2 * PAGE,
+    tile_tokens: int = 3 * PAGE,
     seed: int = 7,
     poison: bool = True,
     **runner_args,

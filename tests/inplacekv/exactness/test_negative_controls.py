@@ -71,8 +71,8 @@ def misread(reads: Reads, region: str, fault: str) -> None:
     + [("wrong-layout", "C"), ("wrong-layout", "T")],
 )
 def test_one_page_misread(monkeypatch, phase, region, fault):
-    batch = prompts(131)
-    expected = stock("qwen3_moe", batch)
+    batch = prompts(2 * CHUNK + 3)
+    expected = stock("qwen3_moe", batch, 12)
     plan_reads = Planner._plan_reads
 
     def faulty(planner, span, is_decode):
@@ -83,7 +83,7 @@ def test_one_page_misread(monkeypatch, phase, region, fault):
 
     monkeypatch.setattr(Planner, "_plan_reads", faulty)
     with server("qwen3_moe", share=0.37, device_tokens=3 * PAGE) as runner:
-        assert_noticed(expected, runner.generate(batch))
+        assert_noticed(expected, runner.generate(batch, max_new_tokens=12))
 
 
 @pytest.fixture
