@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_inplacekv.layout import ROLE_TRANSFER
 from sglang_inplacekv.executors.tile_stream import plan_tiles
+from sglang_inplacekv.layout import ROLE_TRANSFER
 from sglang_inplacekv.models import checkpoint_path, long_text, make_tiny, prepare_smollm2
 from sglang_inplacekv.queues import WorkQueue
 from tests.harness import Handle, Result, Runner
@@ -48,9 +48,7 @@ def pages(tokens: int, page_size: int = PAGE) -> int:
     return -(-tokens // page_size)
 
 
-def tokens_needed(
-    batch: list[list[int]], new_tokens: int = NEW_TOKENS, page_size: int = PAGE
-) -> int:
+def tokens_needed(batch: list[list[int]], new_tokens: int = NEW_TOKENS, page_size: int = PAGE) -> int:
     """KV tokens of the whole batch, in whole pages, nothing shared. The last token of an answer is never written."""
     return sum(pages(len(prompt) + new_tokens - 1, page_size) for prompt in batch) * page_size
 

@@ -42,7 +42,8 @@ def assert_returned_but_cached(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "device", "radix"), [(0.37, 4 * PAGE, True), (0.37, 4 * PAGE, False), (0, 0, True), (1, 0, True)]
+    ("share", "device", "radix"),
+    [(0.37, 4 * PAGE, True), (0.37, 4 * PAGE, False), (0, 0, True), (1, 0, True)],
 )
 def test_rounds_that_end_half_way(share, device, radix):
     draw = random.Random(f"{share} {device} {radix}")

@@ -34,7 +34,8 @@ def assert_same(alone: list[Result], again: list[Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "device", "radix"), [(0, 0, True), (0.37, 6 * PAGE, True), (0.37, 6 * PAGE, False), (1, 0, False)]
+    ("share", "device", "radix"),
+    [(0, 0, True), (0.37, 6 * PAGE, True), (0.37, 6 * PAGE, False), (1, 0, False)],
 )
 def test_family_b_leaves_no_trace_in_family_a(share, device, radix):
     expected = stock("qwen3_moe", FAMILY_A, NEW_TOKENS)

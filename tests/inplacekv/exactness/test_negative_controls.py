@@ -32,9 +32,7 @@ def largest_error(expected: list[Result], results: list[Result]) -> float:
     """Largest difference of logprobs up to the first other token; infinite if one is not a number."""
     worst = 0.0
     for left, right in zip(expected, results):
-        same = next(
-            (i for i, (a, b) in enumerate(zip(left.output_ids, right.output_ids)) if a != b), None
-        )
+        same = next((i for i, (a, b) in enumerate(zip(left.output_ids, right.output_ids)) if a != b), None)
         last = None if same is None else same + 1
         a = left.prompt_logprobs + left.output_logprobs[:last]
         b = (right.prompt_logprobs or []) + right.output_logprobs[:last]
@@ -98,8 +96,7 @@ def busy(monkeypatch):
         slow_queues(monkeypatch, 0.08, "write", "flush")
         with server("qwen3_moe", share=share, device_tokens=0, tile_tokens=PAGE) as runner:
             handles = [
-                runner.submit(prompt, delay=i, max_new_tokens=10)
-                for i, prompt in enumerate((first, second))
+                runner.submit(prompt, delay=i, max_new_tokens=10) for i, prompt in enumerate((first, second))
             ]
             runner.run_until_idle()
             return expected, [so_far(handle) for handle in handles]
