@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from pathlib import Path
 
 import torch
 
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
-from sglang_inplacekv.layout import KVShape, RegionSizes
+from sglang_inplacekv.layout import ROLE_TRANSFER, KVShape, RegionSizes
 
 _CGROUP = Path("/sys/fs/cgroup")
 # (controller's folder under the mount, its field in /proc/self/cgroup, limit, usage, reclaimable part of the usage)
@@ -67,6 +68,11 @@ def _map_private(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
+def _unpin(pinned: dict[int, int]) -> None:
+    for address in pinned.values():
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class HostArena:
     """All host chunks of one rank.
 
@@ -80,6 +86,9 @@ class HostArena:
     ) -> None:
         self.shape, self.sizes = shape, sizes
         self._chunks: list[torch.Tensor] = []
+        self._pinned: dict[int, int] = {}  # chunk -> address
+        # Registrations outlive the memory otherwise, and the next mapping at that address could not be pinned.
+        weakref.finalize(self, _unpin, self._pinned)
         block = shape.block_bytes // shape.dtype.itemsize
         for chunk in range(sizes.chunks):
             pages = len(sizes.chunk_page_range(chunk))
@@ -88,6 +97,23 @@ class HostArena:
             for layer in raw.view(shape.layers, -1):
                 team.submit_first_touch(layer).wait(touch_timeout_s)
             self._chunks.append(raw.view(shape.dtype).view(shape.layers, pages, 2, block))
+
+    def prepare_for(self, chunk: int, role: int) -> None:
+        """On a CUDA host: pin a chunk that becomes T, so that DMA reads it; unpin one that becomes C."""
+        wanted = role == ROLE_TRANSFER
+        if wanted == (chunk in self._pinned):
+            return
+        data, cudart = self._chunks[chunk], torch.cuda.cudart()
+        if wanted:
+            code = int(cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
+            self._pinned[chunk] = data.data_ptr()
+        else:
+            code = int(cudart.cudaHostUnregister(self._pinned.pop(chunk)))
+        if code:
+            raise RuntimeError(
+                f"{'pinning' if wanted else 'unpinning'} {data.nbytes} bytes of system RAM (not VRAM) failed with CUDA error "
+                f"{code}: lower --inplacekv-host-memory or raise the locked-memory limit (ulimit -l)"
+            )
 
     @property
     def nbytes(self) -> int:

@@ -12,8 +12,8 @@ from sglang.srt.runtime_context import get_server_args
 import cpu_attn
 from sglang_inplacekv import hooks
 from sglang_inplacekv.allocator import InplaceAllocator
-from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
+from sglang_inplacekv.executors import make_executor
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.server_defaults import check_settings
@@ -25,23 +25,18 @@ logger = logging.getLogger(__name__)
 @refuses_in_one_line
 def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
-    if torch.device(kvc.device).type != "cpu":
-        raise ConfigError(
-            f"--device: asked {kvc.device}, possible with {BACKEND_NAME} in this version is cpu"
-        )
     planned = take_planned(kvc)
     if planned.capacity_tokens != sizes.max_total_num_tokens:
         raise RuntimeError(
             f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}"
         )
-    from sglang_inplacekv.executors.cpu import CpuExecutor
-
     config = InplaceConfig.from_env()
     team = cpu_attn.Executor(cores=team_cores(config.threads))
-    regions = Regions(config, kv_shape(kvc), planned, team)
+    device = torch.device(kvc.device).type
+    regions = Regions(config, kv_shape(kvc), planned, team, device)
     pool = InplaceMHAPool(
         regions,
-        CpuExecutor(regions),
+        make_executor(regions, device),
         req_to_token_pool,
         start_layer=kvc.layer_info.start_layer,
         end_layer=kvc.layer_info.end_layer,

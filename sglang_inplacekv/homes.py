@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sglang_inplacekv.layout import ROLE_COMPUTE, ROLE_NONE, ROLE_TRANSFER, RegionSizes
 from sglang_inplacekv.tickets import Ticket
@@ -19,8 +19,15 @@ class HomeTable:
     write ticket has completed.
     """
 
-    def __init__(self, sizes: RegionSizes, scope: WriteScope, wait_timeout_s: float) -> None:
+    def __init__(
+        self,
+        sizes: RegionSizes,
+        scope: WriteScope,
+        wait_timeout_s: float,
+        on_role: Callable[[int, int], None] = lambda chunk, role: None,
+    ) -> None:
         self.sizes, self.scope = sizes, scope
+        self._on_role = on_role  # (chunk, role), before its first page is handed out
         self._timeout_s = wait_timeout_s
         self.device_evicted_tokens = 0  # cached tokens given up, since start, to make room in D
         self.tickets: dict[int, Ticket] = {}  # of pages, free or not, whose home is still being written
@@ -82,6 +89,7 @@ class HomeTable:
             )
         if self.role[chunk] == ROLE_NONE:
             self.role[chunk] = wanted
+            self._on_role(chunk, wanted)
         self._host_free -= 1
         self._count(chunk, +1)
         return self._take(self._chunk_free[chunk])

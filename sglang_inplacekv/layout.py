@@ -34,7 +34,9 @@ ROLE_NONE, ROLE_COMPUTE, ROLE_TRANSFER = -1, 0, 1
 MAX_CHUNK_BYTES = 2**30
 MIN_CHUNKS = 16
 DEFAULT_TILE_TOKENS = 2048
+DEFAULT_TILE_TOKENS_CUDA = 32768  # 64 MiB of Qwen3-30B-A3B: long copies, few calls of the attention kernel
 STAGING_LAYERS = 2
+WORKSPACE_BYTES_CUDA = 128 * 2**20  # FlashInfer's split results
 
 
 @dataclass(frozen=True)
@@ -123,17 +125,21 @@ def plan_regions(
     host_bytes_auto: int,
     staging_tokens: int,
     capacity_tokens: int | None = None,
+    tile_tokens: int = DEFAULT_TILE_TOKENS,
+    workspace_bytes: int = 0,
 ) -> RegionSizes:
     """Turn budgets into pages, or raise ConfigError with the arithmetic.
 
     device_bytes_auto and host_bytes_auto are what `auto` stands for on this host. staging_tokens is the longest prefill
     chunk, whose K/V is staged for STAGING_LAYERS layers. capacity_tokens is SGLang's --max-total-tokens: it lowers the
-    host part first, then D.
+    host part first, then D. tile_tokens is a P tile's size unless the config names one; workspace_bytes is what the
+    attention kernels hold on the device.
     """
-    tile_tokens = config.tile_tokens or DEFAULT_TILE_TOKENS
-    tile_pages = max(1, tile_tokens // shape.page_size)
+    tile_pages = max(1, (config.tile_tokens or tile_tokens) // shape.page_size)
     windows = window_count(max_running_requests)
-    device_pages = _device_pages(config, shape, windows, tile_pages, device_bytes_auto, staging_tokens)
+    device_pages = _device_pages(
+        config, shape, windows, tile_pages, device_bytes_auto, staging_tokens, workspace_bytes
+    )
     host_bytes = config.host_memory_bytes if config.host_memory_bytes is not None else host_bytes_auto
     asked = _asked(config.host_memory_bytes, host_bytes)
     chunk_pages = max(1, min(MAX_CHUNK_BYTES, host_bytes // MIN_CHUNKS) // shape.page_bytes)
@@ -155,7 +161,13 @@ def _asked(flag_bytes: int | None, budget_bytes: int) -> str:
 
 
 def _device_pages(
-    config: InplaceConfig, shape: KVShape, windows: int, tile_pages: int, auto_bytes: int, staging_tokens: int
+    config: InplaceConfig,
+    shape: KVShape,
+    windows: int,
+    tile_pages: int,
+    auto_bytes: int,
+    staging_tokens: int,
+    workspace_bytes: int,
 ) -> int:
     if config.gpu_memory_tokens is not None:
         if config.gpu_memory_tokens % shape.page_size:
@@ -168,11 +180,12 @@ def _device_pages(
     layer_page = 2 * shape.block_bytes
     window_bytes, tile_bytes = windows * shape.page_bytes, 2 * tile_pages * layer_page
     staging_bytes = STAGING_LAYERS * -(-staging_tokens // shape.page_size) * layer_page
-    left = budget - window_bytes - tile_bytes - staging_bytes
+    left = budget - window_bytes - tile_bytes - staging_bytes - workspace_bytes
     if left < 0:
+        workspaces = f" + workspaces {workspace_bytes}" if workspace_bytes else ""
         raise ConfigError(
             f"--inplacekv-gpu-memory: asked {_asked(config.gpu_memory_bytes, budget)}, possible is at least "
             f"{budget - left} bytes = {windows} windows {window_bytes} + two P tiles {tile_bytes} + prefill staging "
-            f"{staging_bytes}; lower --max-running-requests, --page-size or --chunked-prefill-size to need less"
+            f"{staging_bytes}{workspaces}; lower --max-running-requests, --page-size or --chunked-prefill-size to need less"
         )
     return left // shape.page_bytes

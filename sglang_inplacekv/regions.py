@@ -18,8 +18,8 @@ from sglang_inplacekv.write_scope import WriteScope
 class Regions:
     """Owner of all KV bytes.
 
-    device_k[layer], device_v[layer]: [device_tensor_pages * G, kv_heads, head_dim] (D homes and windows). The host arena
-    holds C and T. P belongs to the executor that streams.
+    device_kv [layers, 2, device_tensor_pages * G, kv_heads, head_dim] holds D homes and windows; device_k[layer] and
+    device_v[layer] are its parts. The host arena holds C and T. P belongs to the executor that streams.
     """
 
     def __init__(
@@ -32,22 +32,20 @@ class Regions:
     ) -> None:
         self.config, self.shape, self.sizes, self.team = config, shape, sizes, team
         self.scope = WriteScope.from_config(config.cpu_share)
-        self.homes = HomeTable(sizes, self.scope, config.wait_timeout_s)
-        self.windows = WindowTable(sizes.window_pages, self._window_released)
         self.arena = HostArena(shape, sizes, team)
+        on_role = self.arena.prepare_for if device != "cpu" else lambda chunk, role: None
+        self.homes = HomeTable(sizes, self.scope, config.wait_timeout_s, on_role)
+        self.windows = WindowTable(sizes.window_pages, self._window_released)
         rows = sizes.device_tensor_pages * shape.page_size
-        self.device_k = [self._device_tensor(rows, device) for _ in range(shape.layers)]
-        self.device_v = [self._device_tensor(rows, device) for _ in range(shape.layers)]
-
-    def _device_tensor(self, rows: int, device: str) -> torch.Tensor:
-        fill = torch.nan if self.config.poison else 0.0
-        return torch.full(
-            (rows, self.shape.kv_heads, self.shape.head_dim), fill, dtype=self.shape.dtype, device=device
+        fill = torch.nan if config.poison else 0.0
+        self.device_kv = torch.full(
+            (shape.layers, 2, rows, shape.kv_heads, shape.head_dim), fill, dtype=shape.dtype, device=device
         )
+        self.device_k, self.device_v = ([layer[part] for layer in self.device_kv] for part in (0, 1))
 
     @property
     def device_bytes(self) -> int:
-        return sum(t.nbytes for t in self.device_k + self.device_v)
+        return self.device_kv.nbytes
 
     def tokens_by_region(self) -> dict[str, int]:
         """Allocated tokens per region (whole pages), and open windows as tokens."""
@@ -100,9 +98,7 @@ class Regions:
 
     def _poison_device_page(self, place: int) -> None:
         rows = self._device_rows(place)
-        for layer in range(self.shape.layers):
-            self.device_k[layer][rows] = torch.nan
-            self.device_v[layer][rows] = torch.nan
+        self.device_kv[:, :, rows] = torch.nan
 
     def check_integrity(self) -> None:
         self.homes.check_integrity()

@@ -92,8 +92,8 @@ def check_resolved(args: Any) -> None:
 def check_settings(settings: Any) -> None:
     """Check resolved settings, whoever resolved them: the scheduler process does so for those it was given."""
     _refuse_features(settings)
-    if torch.device(settings.device).type != "cpu":
-        _refuse("device", settings.device, "cpu (in this version)")
+    if torch.device(settings.device).type not in ("cuda", "cpu"):
+        _refuse("device", settings.device, "cuda or cpu")
     if not settings.disable_overlap_schedule:
         _refuse("disable_overlap_schedule", False, True)
     for phase in ("decode", "prefill"):

@@ -16,7 +16,14 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang_inplacekv.arena import check_host_budget, host_memory_available
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
-from sglang_inplacekv.layout import KVShape, RegionSizes, plan_regions
+from sglang_inplacekv.layout import (
+    DEFAULT_TILE_TOKENS,
+    DEFAULT_TILE_TOKENS_CUDA,
+    WORKSPACE_BYTES_CUDA,
+    KVShape,
+    RegionSizes,
+    plan_regions,
+)
 
 # What --kv-cache-dtype can name; "auto" is the model's own dtype.
 _KV_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -134,6 +141,8 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
         host_bytes_auto=min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes),
         staging_tokens=demand.chunk_tokens,
         capacity_tokens=capacity_tokens,
+        tile_tokens=DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA,
+        workspace_bytes=0 if demand.on_cpu else WORKSPACE_BYTES_CUDA,
     )
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)

@@ -26,6 +26,7 @@ from sglang_inplacekv.executors.home_writer import HomeWriter
 from sglang_inplacekv.executors.tile_stream import Tile, TileStream
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.merge import empty_state, merge_states
+from sglang_inplacekv.page_table import compute_table
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
@@ -98,22 +99,11 @@ class CpuExecutor(Executor):
         )
 
     def _compute_table(self, plan: StepPlan) -> cpu_attn.PageTable | None:
-        """The C pages of a decode; waits for those that are still being written."""
-        pages = np.concatenate([reads.compute_pages for reads in plan.reads])
-        if not len(pages):
-            return None
-        waiting = [plan.pending[page] for page in pages.tolist() if page in plan.pending]
+        """The C pages of a decode, after those that are still being written."""
+        pages = np.concatenate([reads.compute_pages for reads in plan.reads]).tolist()
+        waiting = [plan.pending[page] for page in pages if page in plan.pending]
         wait_all(waiting, self._timeout_s, f"{plan.who}, region C,")
-        sizes = self.regions.sizes
-        counts = np.array([len(reads.compute_pages) for reads in plan.reads])
-        chunk, slot = np.divmod(pages - sizes.first_host_page, sizes.chunk_pages)
-        columns = (
-            2 * chunk + ROLE_COMPUTE,
-            slot,
-            np.concatenate(([0], counts.cumsum())),
-            counts * sizes.page_size,
-        )
-        return cpu_attn.PageTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
+        return compute_table(plan, self.regions.sizes)
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         forward = self._forward
@@ -209,10 +199,8 @@ class CpuExecutor(Executor):
         home = regions.arena.page_bytes_view(page)
 
         def copy() -> None:
-            for layer in range(regions.shape.layers):
-                for part, source in enumerate((regions.device_k[layer][rows], regions.device_v[layer][rows])):
-                    packed = source.transpose(0, 1) if computed else source
-                    home[layer, part].copy_(packed.reshape(-1))
+            window = regions.device_kv[:, :, rows]
+            home.copy_((window.transpose(2, 3) if computed else window).flatten(2))
 
         return self._flush.submit(copy, f"flush of page {page} to {'C' if computed else 'T'}")
 

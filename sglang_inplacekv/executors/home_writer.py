@@ -7,6 +7,7 @@ queue while later layers compute. At most STAGING_LAYERS layers are staged at on
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,15 +23,20 @@ from sglang_inplacekv.tickets import Ticket
 class HomeWriter:
     """The home writes of one forward. One ticket stands for all of them; readers of any of the pages wait on it."""
 
-    def __init__(self, regions: Regions, write_queue: WorkQueue, plan: StepPlan) -> None:
+    def __init__(
+        self, regions: Regions, write_queue: WorkQueue, plan: StepPlan, device: torch.device | str = "cpu"
+    ) -> None:
         self._regions, self._queue, self._who = regions, write_queue, plan.who
         page_size = regions.sizes.page_size
         pages = np.array([write.page for write in plan.home_writes], dtype=np.int64)
         first = np.array([write.first_token for write in plan.home_writes], dtype=np.int64)
         self._count = len(pages)
-        self._tokens = torch.from_numpy((first[:, None] + np.arange(page_size)).reshape(-1))
-        roles = [regions.homes.role_of(page) for page in pages.tolist()]
-        self._computed = torch.tensor(roles, dtype=torch.int64) == ROLE_COMPUTE
+        self._tokens = torch.from_numpy((first[:, None] + np.arange(page_size)).reshape(-1)).to(device)
+        roles = np.array([regions.homes.role_of(page) for page in pages.tolist()], dtype=np.int64)
+        computed, transferred = np.flatnonzero(roles == ROLE_COMPUTE), np.flatnonzero(roles != ROLE_COMPUTE)
+        self._computed, self._transferred = (
+            torch.from_numpy(own).to(device) for own in (computed, transferred)
+        )
         self._runs = adjacent_runs(pages, regions.sizes)
         self._staged: deque[Ticket] = deque()
         self._ticket = Ticket(f"prefill write of {self._count} host pages ({self._who})")
@@ -42,13 +48,12 @@ class HomeWriter:
             return
         if len(self._staged) == STAGING_LAYERS:
             self._staged.popleft().wait(timeout_s, f"{self._who}, layer {layer}, prefill staging,")
-        staged, arena = self._pack(k, v), self._regions.arena
+        landing = self._landing(layer, self._pack(k, v))
         last = layer == self._regions.shape.layers - 1
 
         def copy() -> None:
             try:
-                for chunk, slot, place, count in self._runs:
-                    arena.raw_pages(chunk, layer)[slot : slot + count].copy_(staged[place : place + count])
+                landing()
             except BaseException as error:
                 self._ticket.fail(error)
                 raise
@@ -57,11 +62,22 @@ class HomeWriter:
 
         self._staged.append(self._queue.submit(copy, f"prefill write, layer {layer}"))
 
+    def _landing(self, layer: int, staged: torch.Tensor) -> Callable[[], None]:
+        """What the write queue does with `staged`, [pages, 2, block]."""
+
+        def land() -> None:
+            for chunk, slot, place, count in self._runs:
+                home = self._regions.arena.raw_pages(chunk, layer)[slot : slot + count]
+                home.copy_(staged[place : place + count])
+
+        return land
+
     def _pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shape = self._regions.shape
-        staged = torch.empty(self._count, 2, shape.block_bytes // shape.dtype.itemsize, dtype=shape.dtype)
+        block = shape.block_bytes // shape.dtype.itemsize
+        staged = torch.empty(self._count, 2, block, dtype=shape.dtype, device=k.device)
         for part, source in enumerate((k, v)):
             tokens = source[self._tokens].view(self._count, shape.page_size, shape.kv_heads, shape.head_dim)
             staged[self._computed, part] = tokens[self._computed].transpose(1, 2).flatten(1)
-            staged[~self._computed, part] = tokens[~self._computed].flatten(1)
+            staged[self._transferred, part] = tokens[self._transferred].flatten(1)
         return staged

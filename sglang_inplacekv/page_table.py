@@ -1,0 +1,26 @@
+"""The C pages of a decode in the form that cpu_attn takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import cpu_attn
+from sglang_inplacekv.layout import ROLE_COMPUTE, RegionSizes
+from sglang_inplacekv.step_plan import StepPlan
+
+
+def compute_table(plan: StepPlan, sizes: RegionSizes) -> cpu_attn.PageTable | None:
+    """The page table over `HostArena.attention_regions`, None if no request has a C page."""
+    pages = np.concatenate([reads.compute_pages for reads in plan.reads])
+    if not len(pages):
+        return None
+    counts = np.array([len(reads.compute_pages) for reads in plan.reads])
+    chunk, slot = np.divmod(pages - sizes.first_host_page, sizes.chunk_pages)
+    columns = (
+        2 * chunk + ROLE_COMPUTE,
+        slot,
+        np.concatenate(([0], counts.cumsum())),
+        counts * sizes.page_size,
+    )
+    return cpu_attn.PageTable(*(torch.from_numpy(column.astype(np.int32)) for column in columns))

@@ -1,0 +1,27 @@
+"""The random traffic of test_simulation on a GPU: FlashInfer, real streams, pinned T, bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.inplacekv.simulation import Simulation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7, 200])
+def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> None:
+    sim = Simulation(
+        share=share, device_pages=device_pages, host_pages=40, seed=1000 * device_pages + seed, device="cuda"
+    )
+    try:
+        for _ in range(60):
+            sim.step()
+        assert sim.arrivals >= 5
+        sim.executor.drain()
+        sim.regions.check_integrity()
+    finally:
+        sim.close()
