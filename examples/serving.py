@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,6 +18,14 @@ import requests
 START_TIMEOUT_S = 300
 # What a host without a GPU needs on any SGLang command line (float32 because the comparison is about exactness).
 CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--skip-server-warmup"]
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: a server must not outlive a program that was killed and could not close it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
@@ -44,7 +53,12 @@ class Server:
         command = [*launcher, str(model), "--host", "127.0.0.1", "--port", str(self.port), *CPU_FLAGS, *flags]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
         self.process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         os.close(log)
 

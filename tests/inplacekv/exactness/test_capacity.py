@@ -71,6 +71,21 @@ def test_fresh_prompt_lands_in_d_after_three_times_d_of_finished_ones(share, at_
         assert_all_returned(runner)
 
 
+@pytest.mark.parametrize("max_running", [1, 2])
+def test_each_prompt_of_d_s_size_evicts_the_one_before(max_running):
+    """Request rows and pages are the same ones each time; what they held before must not count as in use."""
+    batch = prompts(*[D_TOKENS - PAGE] * 5)
+    expected = stock("qwen3_moe", batch, PAGE)
+    args = {"chunked_prefill_size": D_TOKENS, "max_running_requests": max_running}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, **args) as runner:
+        seen = watch(runner)
+        results = [runner.generate([prompt], max_new_tokens=PAGE)[0] for prompt in batch]
+        assert seen.held["D"] == D_TOKENS
+        assert not (seen.held["C"] or seen.held["T"]), seen
+        compare(expected, results, tolerance=TOLERANCE)
+        assert_all_returned(runner)
+
+
 def test_prefix_in_host_memory_serves_a_request_in_d():
     """A cached prefix stays in the region it was written to and is read there."""
     base, tail = prompts(6 * PAGE, PAGE + 5)
