@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -12,7 +11,8 @@ from sglang.srt.runtime_context import get_server_args
 import cpu_attn
 from sglang_inplacekv import hooks
 from sglang_inplacekv.allocator import InplaceAllocator
-from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_line
+from sglang_inplacekv.config import InplaceConfig, refuses_in_one_line
+from sglang_inplacekv.cores import team_cores
 from sglang_inplacekv.executors import make_executor
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.regions import Regions
@@ -49,21 +49,6 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
         f"CPU attention {cpu_attn.isa()}"
     )
     return pool
-
-
-def team_cores(threads: int | None) -> list[int]:
-    """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first.
-
-    `auto` leaves a core to the scheduler where there are more than two.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    usable = cpu_attn.default_threads()
-    wanted = threads or (usable - 1 if usable > 2 else usable)
-    if wanted > len(allowed):
-        raise ConfigError(
-            f"--inplacekv-threads: asked {wanted}, possible are 1 to {len(allowed)} on this process's cores"
-        )
-    return allowed[-wanted:]
 
 
 def build_allocator(pool: InplaceMHAPool) -> InplaceAllocator:

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,8 @@ class InplaceConfig:
         unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(f"{unknown[0]} is not a setting; possible are {', '.join(sorted(known))}")
-        text = {flag.name: env.get(flag.env, flag.default).strip() for flag in FLAGS}
+        # Set but empty is unset: that is what deployment templates leave behind.
+        text = {flag.name: env.get(flag.env, "").strip() or flag.default for flag in FLAGS}
         knob = {name: env.get(ENV_PREFIX + name, "").strip() for name in TEST_KNOBS}
         gpu_tokens = _parse_tokens(text["gpu-memory"])
         seed = _parse_int("SGLANG_INPLACEKV_JITTER_SEED", knob["JITTER_SEED"] or "-1", least=-1)
@@ -164,7 +166,9 @@ class InplaceConfig:
             gpu_memory_tokens=gpu_tokens,
             cpu_share=_parse_share(text["cpu-share"]),
             policy=text["policy"],
-            threads=None if text["threads"] == "auto" else _parse_int("--inplacekv-threads", text["threads"]),
+            threads=None
+            if text["threads"].lower() == "auto"
+            else _parse_int("--inplacekv-threads", text["threads"]),
             admission=text["admission"],
             tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
             jitter_seed=None if seed < 0 else seed,
@@ -176,14 +180,14 @@ class InplaceConfig:
 def _parse_size(option: str, text: str) -> int | None:
     if text.lower() == "auto":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.lower())
     if not match or match.group(2) not in _UNITS:
         raise ConfigError(f"{option}: asked {text!r}, possible are auto or a size such as 512MB, 96GB, 4GiB")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
+    return int(Decimal(match.group(1)) * _UNITS[match.group(2)])
 
 
 def _parse_tokens(text: str) -> int | None:
-    match = re.fullmatch(r"(\d+)\s*tok(?:ens)?", text.lower())
+    match = re.fullmatch(r"([0-9]+)\s*tok(?:ens)?", text.lower())
     return int(match.group(1)) if match else None
 
 
@@ -199,10 +203,9 @@ def _parse_share(text: str) -> float | None:
 
 
 def _parse_int(option: str, text: str, least: int | None = None) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ConfigError(f"{option}: asked {text!r}, possible is a whole number") from None
+    if not re.fullmatch(r"-?[0-9]+", text):
+        raise ConfigError(f"{option}: asked {text!r}, possible is a whole number")
+    value = int(text)
     if least is not None and value < least:
         raise ConfigError(f"{option}: asked {value}, possible is a whole number from {least}")
     return value

@@ -9,11 +9,13 @@ import torch
 from cpu_attn import SUPPORTED_HEAD_DIMS
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
+from sglang_inplacekv.cores import team_cores
 
 DEFAULT_PAGE_SIZE = 256
 DEFAULT_CHUNK_TOKENS = 8192
 DEFAULT_CHUNK_TOKENS_CPU = 2048
 DEFAULT_MAX_RUNNING = 32
+_CPU_MEM_FRACTION = 0.5
 
 # field -> values that keep the feature off. Each of these either bypasses the pool or needs what is not built yet.
 _MUST_BE_OFF: dict[str, tuple[Any, ...]] = {
@@ -48,6 +50,10 @@ _FILLED: dict[str, Any] = {
 }
 
 
+def _on_cpu(args: Any) -> bool:
+    return args.device == "cpu" or not torch.cuda.is_available()
+
+
 def is_selected(args: Any) -> bool:
     return BACKEND_NAME in (
         args.attention_backend,
@@ -58,12 +64,15 @@ def is_selected(args: Any) -> bool:
 
 def prepare_server_args(args: Any) -> None:
     """Fill and check `args`, which select our backend, in place before SGLang resolves them."""
-    InplaceConfig.from_env()
+    team_cores(InplaceConfig.from_env().threads)
     _refuse_conflicts(args)
     for field, value in _FILLED.items():
         if getattr(args, field) is None:
             setattr(args, field, value)
     args.disable_overlap_schedule = True
+    if _on_cpu(args) and args.mem_fraction_static is None:
+        # Our budgets size the pool; what SGLang derives from a GPU's figures can come out negative on a CPU.
+        args.mem_fraction_static = _CPU_MEM_FRACTION
     _check_page_size(args)
     _fill_chunk(args)
 
@@ -160,8 +169,7 @@ def _check_page_size(args: Any) -> None:
 def _fill_chunk(args: Any) -> None:
     page = args.page_size
     if args.chunked_prefill_size is None:
-        on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-        wanted = DEFAULT_CHUNK_TOKENS_CPU if on_cpu else DEFAULT_CHUNK_TOKENS
+        wanted = DEFAULT_CHUNK_TOKENS_CPU if _on_cpu(args) else DEFAULT_CHUNK_TOKENS
         args.chunked_prefill_size = max(1, wanted // page) * page
     _check_chunk(args)
 

@@ -99,13 +99,13 @@ def test_test_knobs() -> None:
 SIZE_HELP = "possible are auto or a size such as 512MB, 96GB, 4GiB"
 SHARE_HELP = "possible are auto or a number from 0 to 1"
 REFUSED = [
-    *[("host_memory", text, SIZE_HELP) for text in ("lots", "-1GB", "1PB", "96G", "GB", "1e9", "", "96 G B", "4096tok")],
+    *[("host_memory", text, SIZE_HELP) for text in ("lots", "-1GB", "1PB", "96G", "GB", "1e9", "４GB", "96 G B", "4096tok")],
     *[("gpu_memory", text, SIZE_HELP) for text in ("lots", "-4096tok", "1.5tok", "tok", "nan")],
-    *[("cpu_share", text, SHARE_HELP) for text in ("1.01", "-0.1", "nan", "NaN", "inf", "-inf", "half", "", "50%")],
-    *[("policy", text, "possible is 'writescope'") for text in ("lru", "WriteScope", "")],
-    *[("threads", text, "possible is a whole number") for text in ("many", "1.5", "")],
+    *[("cpu_share", text, SHARE_HELP) for text in ("1.01", "-0.1", "nan", "NaN", "inf", "-inf", "half", "50%")],
+    *[("policy", text, "possible is 'writescope'") for text in ("lru", "WriteScope")],
+    *[("threads", text, "possible is a whole number") for text in ("many", "1.5", "1_0", "٢")],
     *[("threads", text, "possible are auto or a number from 1") for text in ("0", "-2")],
-    *[("admission", text, "possible are 'auto' and 'spill'") for text in ("queue", "never", "")],
+    *[("admission", text, "possible are 'auto' and 'spill'") for text in ("queue", "never")],
 ]  # fmt: skip
 
 
@@ -140,6 +140,16 @@ def test_refused_test_knobs(name: str, text: str) -> None:
         ConfigError, match=f"^{ENV_PREFIX}{name.upper()}: asked .*{re.escape(text)}.*possible"
     ):
         config(**{name: text})
+
+
+def test_set_but_empty_is_unset() -> None:
+    assert InplaceConfig.from_env({flag.env: " " for flag in FLAGS}) == InplaceConfig()
+
+
+def test_absurd_size_is_a_size() -> None:
+    assert (
+        InplaceConfig.from_env({"SGLANG_INPLACEKV_HOST_MEMORY": "9" * 400 + "GB"}).host_memory_bytes > 10**400
+    )
 
 
 @pytest.mark.parametrize("name", ["HOST_MEMROY", "R", "", "HOST-MEMORY", "host_memory"])

@@ -1,0 +1,23 @@
+"""Which cores the CPU attention team is pinned to."""
+
+from __future__ import annotations
+
+import os
+
+import cpu_attn
+from sglang_inplacekv.config import ConfigError
+
+
+def team_cores(threads: int | None) -> list[int]:
+    """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first.
+
+    `auto` leaves a core to the scheduler where there are more than two.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    usable = cpu_attn.default_threads()
+    wanted = threads or (usable - 1 if usable > 2 else usable)
+    if wanted > len(allowed):
+        raise ConfigError(
+            f"--inplacekv-threads: asked {wanted}, possible are 1 to {len(allowed)} on this process's cores"
+        )
+    return allowed[-wanted:]
