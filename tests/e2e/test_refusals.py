@@ -52,6 +52,10 @@ AT_THE_COMMAND_LINE = {
         ["--inplacekv-host-memory", "900TB"],
         r"error: --inplacekv-host-memory: asked 8999\d+ bytes of system RAM \(not VRAM\), possible are at most .*",
     ),
+    "threads": Case(
+        [*BUDGETS, "--inplacekv-threads", "4097"],
+        r"error: --inplacekv-threads: asked 4097, possible are 1 to \d+ on .*",
+    ),
     "environment": Case(
         BUDGETS,
         "error: SGLANG_INPLACEKV_HOST_MEMROY is not a setting; possible are .*",
@@ -71,10 +75,6 @@ AT_THE_COMMAND_LINE = {
 }
 # Refused where the model is: SGLang says two lines more while it ends the server.
 IN_THE_SCHEDULER = {
-    "threads": Case(
-        [*BUDGETS, "--inplacekv-threads", "4097"],
-        r".* InplaceKV refuses to start: --inplacekv-threads: asked 4097, possible are 1 to \d+ on .*",
-    ),
     "last hook": Case(
         [*BUDGETS, "--page-size", "16", "--max-running-requests", "2", "--chunked-prefill-size", "256"],
         f".* InplaceKV refuses to start: --attention-backend inplacekv: the hook on {LAST_HOOK} did not take, .*",

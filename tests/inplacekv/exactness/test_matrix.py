@@ -105,8 +105,8 @@ def serve_mixed(
 
 @pytest.mark.parametrize(
     ("kind", "radix"),
-    [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)],
-    ids=["qwen3-radix", "qwen3-no-radix", "mixtral-radix"],
+    [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True), ("mixtral", False)],
+    ids=["qwen3-radix", "qwen3-no-radix", "mixtral-radix", "mixtral-no-radix"],
 )
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("share", SHARES)
@@ -142,19 +142,23 @@ def test_mixed_batch_with_the_default_page_of_256():
         assert_all_returned(runner)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("share", "budget"), [(0, "half"), (0.37, "minimum"), (1, "everything")])
-def test_smollm2_reads_real_text(share, budget):
-    text, new_tokens = text_tokens("smollm2"), 16
-    first = [text[:131], text[500:517]]
+@pytest.mark.parametrize(
+    ("share", "budget", "radix"),
+    [(share, budget, True) for share in SHARES for budget in BUDGETS]
+    + [(0, "minimum", False), (0.37, "half", False), (1, "half", False)],
+)
+def test_smollm2_reads_real_text(share, budget, radix):
+    text = text_tokens("smollm2")
+    first = [text[:131], text[500:517], text[600:616], text[700:715]]
     related = [text[:80] + text[900:940]]
-    expected = stock("smollm2", first + related, new_tokens)
-    device = device_tokens(budget, tokens_needed(first + related, new_tokens) - 80)
-    args = {"host_memory": "64MB", "tile_tokens": 4 * PAGE}
+    hit = 80 if radix else 0
+    expected = stock("smollm2", first + related)
+    device = device_tokens(budget, tokens_needed(first + related) - hit)
+    args = {"host_memory": "64MB", "tile_tokens": 4 * PAGE, "disable_radix_cache": not radix}
     with server("smollm2", share=share, device_tokens=device, **args) as runner:
         seen = watch(runner)
-        results = serve_mixed(runner, first, related, new_tokens)
+        results = serve_mixed(runner, first, related)
         compare(expected, results, tolerance=TOLERANCE)
-        assert [result.cached_tokens for result in results] == [0, 0, 80]
+        assert [result.cached_tokens for result in results] == [0] * 4 + [hit]
         assert_regions_used(seen, share, budget)
         assert_all_returned(runner)

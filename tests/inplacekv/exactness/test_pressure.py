@@ -44,8 +44,10 @@ def test_many_tiles_while_requests_join_and_leave(tile_pages, most_tiles, radix)
         assert_all_returned(runner)
 
 
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-@pytest.mark.parametrize(("share", "device"), [(0, 0), (0.37, 4 * PAGE), (1, 4 * PAGE)])
+@pytest.mark.parametrize(
+    ("share", "device", "radix"),
+    [(0, 0, True), (0.37, 4 * PAGE, True), (0.37, 4 * PAGE, False), (1, 4 * PAGE, False)],
+)
 def test_full_pool_retracts_and_recovers(share, device, radix):
     """SGLang reserves max_new_tokens only for requests that ignore the end of text, and only as far as it is told to."""
     batch, new_tokens = prompts(70, 30, 45, 60), 60
