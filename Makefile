@@ -35,10 +35,10 @@ CXX_TESTS = $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp' 2>/
 , := ,
 say = @printf '\033[1m==> %s\033[0m\n' $(1)
 
-.PHONY: help demo test lint format bench setup clean distclean FORCE
+.PHONY: help demo test lint format bench gpu-test gpu-bench setup clean distclean FORCE
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup  ## run the demo on the CPU (sets everything up first)
 	$(PY) examples/demo.py
@@ -48,6 +48,21 @@ test: setup  ## run all tests (sets everything up first); ARGS="-k name" narrows
 
 bench: $(STAMPS)/project  ## measure the attention kernels on this machine
 	$(PY) -m cpu_attn.bench $(ARGS)
+
+# A GPU host may have no network: GPU_PYTHON=python3 names an interpreter that has what is needed, and nothing is set up.
+GPU_PY := $(or $(GPU_PYTHON),$(PY))
+ifneq ($(filter gpu-%,$(MAKECMDGOALS)),)
+GPU_SETUP := $(shell $(GPU_PY) -c 'import sys, importlib.util as u; sys.exit(u.find_spec("sglang") is None)' 2>/dev/null || echo setup)
+ifneq ($(and $(GPU_PYTHON),$(GPU_SETUP)),)
+$(error GPU_PYTHON=$(GPU_PYTHON) has no SGLang)
+endif
+endif
+
+gpu-test: $(GPU_SETUP)  ## run the tests that need a CUDA GPU; GPU_PYTHON=python3 uses an interpreter that has SGLang
+	$(GPU_PY) -m pytest -m gpu tests $(ARGS)
+
+gpu-bench: $(GPU_SETUP)  ## measure on a CUDA GPU (see benchmarks/README.md); ARGS="--only fits" for some of it
+	$(GPU_PY) -m benchmarks.gpu $(ARGS)
 
 lint: $(STAMPS)/requirements  ## check style, types and spelling; change nothing
 	$(BIN)/ruff format --check .

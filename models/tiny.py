@@ -29,8 +29,6 @@ CHAT_TEMPLATE = (
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
@@ -42,10 +40,48 @@ _COMMON: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_GQA: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "head_dim": 64}
+
+# As DeepSeek-V2-Lite: no query compression, a dense first layer, shared experts. The latent is wider than a head's keys,
+# which it is not mistaken for then. SGLang reads moe_layer_freq and scoring_func; transformers knows no other values.
+_MLA: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
 # SGLang's Mixtral derives head_dim as hidden_size / heads, hence 256 = 4 * 64 there.
 TINY_KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
-        **_COMMON,
+        **_GQA,
         "hidden_size": 128,
         "num_attention_heads": 8,
         "intermediate_size": 256,
@@ -54,12 +90,14 @@ TINY_KINDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {
-        **_COMMON,
+        **_GQA,
         "hidden_size": 256,
         "num_attention_heads": 4,
         "intermediate_size": 128,
         "num_local_experts": 4,
     },
+    "deepseek_v2": _MLA,
+    "deepseek_v2_yarn": {**_MLA, "rope_parameters": _YARN, "max_position_embeddings": 163840},
 }
 
 # Standard deviation of a layer's output over that of its unit-scale input.

@@ -80,6 +80,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages = self._take(num_new_pages)
         if pages is None:
             return None
+        self._kvcache.page_lists.handed_out(self._taken)
         out = torch.empty(len(seq_lens), dtype=torch.int64, device=self.device)
         alloc_decode_naive(seq_lens, last_loc, pages, out, self.page_size, num_new_pages)
         return out
@@ -87,6 +88,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
     def _take(self, count: int) -> torch.Tensor | None:
         self._make_room_in_device(count)
         pages = self.homes.allocate(count)
+        self._taken = pages or []
         return None if pages is None else torch.tensor(pages, dtype=torch.int64, device=self.device)
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import weakref
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
-from sglang_inplacekv.layout import ROLE_TRANSFER, KVShape, RegionSizes
+from sglang_inplacekv.layout import KVShape, RegionSizes
+from sglang_inplacekv.pinning import ChunkPins
 
 _CGROUP = Path("/sys/fs/cgroup")
 # (controller's folder under the mount, its field in /proc/self/cgroup, limit, usage, reclaimable part of the usage)
@@ -59,61 +64,156 @@ def check_host_budget(asked_bytes: int, available_bytes: int) -> None:
         )
 
 
-def _map_private(nbytes: int) -> torch.Tensor:
-    """Anonymous private memory (shared anonymous memory would get no huge pages), freed with the tensor."""
+def _map_private(nbytes: int, gaps: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Anonymous private memory (shared anonymous memory would get no huge pages), freed with the tensor.
+
+    No byte of a gap (offset, bytes) is ever used: a huge page across one would take memory that nobody asked for.
+    """
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
+        for start, length in gaps:
+            region.madvise(mmap.MADV_NOHUGEPAGE, start, length)
     buffer = (ctypes.c_uint8 * nbytes).from_buffer(region)
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _unpin(pinned: dict[int, int]) -> None:
-    for address in pinned.values():
-        torch.cuda.cudart().cudaHostUnregister(address)
+def _system_pages(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending (start, stop) widened to whole system pages; what then overlaps is joined."""
+    out: list[tuple[int, int]] = []
+    for start, stop in spans:
+        start, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+        if out and start < out[-1][1]:
+            start, _ = out.pop()
+        out.append((start, stop))
+    return out
+
+
+class _CudaArray:
+    """One layer's K or V for torch.as_tensor, by the CUDA array interface, which has no bf16: integers of the same size."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"<i{itemsize}" if itemsize > 1 else "|i1",
+            "version": 2,
+        }
 
 
 class HostArena:
-    """All host chunks of one rank.
+    """All host chunks of one rank: slices of one mapping, so that addresses are affine in chunk, layer and page.
 
     chunk(i) is `[layers, chunk_pages, 2, block]` in the KV dtype. `compute_view` and `transfer_view` give one chunk's
     layer as `[pages, 2, kv_heads, G, d]` and `[pages, 2, G, kv_heads, d]`. `attention_regions(layer)` lists every
-    chunk twice for cpu_attn, region index 2 * chunk + role.
+    chunk twice for cpu_attn, region index 2 * chunk + role. A short last chunk has the layer stride of the others and gaps
+    that are never touched; `nbytes` counts pages alone.
     """
 
     def __init__(
         self, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, touch_timeout_s: float = 600.0
     ) -> None:
         self.shape, self.sizes = shape, sizes
+        self.page_stride = 2 * shape.block_bytes  # bytes; K and V of a page of one layer
+        self.layer_stride = min(sizes.chunk_pages, sizes.host_pages) * self.page_stride
+        # Chunks start at system pages, since they are pinned one by one, and at whole rows of the zero-copy tensors.
+        unit = math.lcm(self.page_stride, mmap.PAGESIZE)
+        self._chunk_stride = -(-shape.layers * self.layer_stride // unit) * unit
         self._chunks: list[torch.Tensor] = []
-        self._pinned: dict[int, int] = {}  # chunk -> address
-        # Registrations outlive the memory otherwise, and the next mapping at that address could not be pinned.
-        weakref.finalize(self, _unpin, self._pinned)
-        block = shape.block_bytes // shape.dtype.itemsize
-        for chunk in range(sizes.chunks):
-            pages = len(sizes.chunk_page_range(chunk))
-            raw = _map_private(pages * shape.page_bytes)
-            # Layer by layer, since a layer is what one attention call reads: each thread touches its part of each.
-            for layer in raw.view(shape.layers, -1):
-                team.submit_first_touch(layer).wait(touch_timeout_s)
-            self._chunks.append(raw.view(shape.dtype).view(shape.layers, pages, 2, block))
+        self._cuda_layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._base = 0  # address of the mapping
+        if sizes.chunks:
+            self._map(team, touch_timeout_s)
 
-    def prepare_for(self, chunk: int, role: int) -> None:
-        """On a CUDA host: pin a chunk that becomes T, so that DMA reads it; unpin one that becomes C."""
-        wanted = role == ROLE_TRANSFER
-        if wanted == (chunk in self._pinned):
-            return
-        data, cudart = self._chunks[chunk], torch.cuda.cudart()
-        if wanted:
-            code = int(cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
-            self._pinned[chunk] = data.data_ptr()
-        else:
-            code = int(cudart.cudaHostUnregister(self._pinned.pop(chunk)))
-        if code:
-            raise RuntimeError(
-                f"{'pinning' if wanted else 'unpinning'} {data.nbytes} bytes of system RAM (not VRAM) failed with CUDA error "
-                f"{code}: lower --inplacekv-host-memory or raise the locked-memory limit (ulimit -l)"
+    def _map(self, team: cpu_attn.Executor, touch_timeout_s: float) -> None:
+        shape, last = self.shape, _system_pages(self._layer_spans(self.sizes.chunks - 1))
+        gaps = [(stop, start - stop) for (_, stop), (start, _) in pairwise(last)]
+        raw = _map_private(last[-1][1], [gap for gap in gaps if gap[1]])
+        self._base = raw.data_ptr()
+        block = shape.block_bytes // shape.dtype.itemsize
+        strides = [stride // shape.dtype.itemsize for stride in (self.layer_stride, self.page_stride)]
+        for chunk in range(self.sizes.chunks):
+            # Layer by layer, since a layer is what one attention call reads: each thread touches its part of each.
+            for start, stop in self._layer_spans(chunk):
+                team.submit_first_touch(raw[start:stop]).wait(touch_timeout_s)
+            pages = len(self.sizes.chunk_page_range(chunk))
+            first = chunk * self._chunk_stride // shape.dtype.itemsize
+            self._chunks.append(
+                raw.view(shape.dtype).as_strided((shape.layers, pages, 2, block), (*strides, block, 1), first)
             )
+
+    def _layer_spans(self, chunk: int) -> list[tuple[int, int]]:
+        """(start, stop) of each layer's pages of `chunk`, in bytes of the mapping."""
+        nbytes = len(self.sizes.chunk_page_range(chunk)) * self.page_stride
+        first = chunk * self._chunk_stride
+        starts = [first + layer * self.layer_stride for layer in range(self.shape.layers)]
+        return [(start, start + nbytes) for start in starts]
+
+    def start_pinning(self, wait_timeout_s: float) -> ChunkPins | None:
+        """On a CUDA host, before any page is handed out: pin the first spare chunk. None without host pages.
+
+        Registrations are made layer by layer: the driver may hold up kernel launches during each. Raises RuntimeError when
+        the memory cannot be pinned.
+        """
+        if not self._chunks:
+            return None
+        spans = [_system_pages(self._layer_spans(chunk)) for chunk in range(self.sizes.chunks)]
+        pins = ChunkPins(
+            [[(self._base + start, stop - start) for start, stop in own] for own in spans], wait_timeout_s
+        )
+        weakref.finalize(self, pins.close)
+        pins.pin_first(0)
+        # Now, because torch looks the address up once, when it makes the tensor.
+        self._cuda_layers = [self._cuda_layer(layer) for layer in range(self.shape.layers)]
+        return pins
+
+    def _cuda_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        s, item = self.shape, self.shape.dtype.itemsize
+        rows = (self.sizes.chunks - 1) * (self._chunk_stride // self.page_stride)
+        rows += len(self.sizes.chunk_page_range(self.sizes.chunks - 1))
+        strides = (self.page_stride, s.kv_heads * s.head_dim * item, s.head_dim * item, item)
+        parts = []
+        for part in (0, 1):
+            address = self._base + layer * self.layer_stride + part * s.block_bytes
+            array = _CudaArray(address, (rows, s.page_size, s.kv_heads, s.head_dim), strides, item)
+            tensor = torch.as_tensor(array, device=f"cuda:{torch.cuda.current_device()}")
+            if tensor.data_ptr() != address:
+                raise RuntimeError(
+                    f"layer {layer} of the host arena was copied to the GPU instead of mapped there"
+                )
+            parts.append(tensor.view(s.dtype))
+        return parts[0], parts[1]
+
+    def zero_copy_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v) of one layer as CUDA tensors [rows, G, kv_heads, d] over the host's own bytes; kernels may read T pages.
+
+        Rows are those of `zero_copy_index`. All others lie in other layers or in memory that is not pinned.
+        """
+        return self._cuda_layers[layer]
+
+    def zero_copy_index(self, pages: np.ndarray) -> np.ndarray:
+        """Rows of the zero-copy tensors, the same in every layer, that hold these T pages; int32."""
+        chunk, slot = np.divmod(pages - self.sizes.first_host_page, self.sizes.chunk_pages)
+        return (chunk * (self._chunk_stride // self.page_stride) + slot).astype(np.int32)
+
+    def copy_runs(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The copies between a packed buffer [len(pages), 2, block] and the homes: (home address, buffer offset, bytes).
+
+        Adjacent pages are one copy. Addresses are of layer 0; every further layer lies `layer_stride` behind. uint64.
+        """
+        pages = np.asarray(pages, dtype=np.int64)
+        chunk, slot = np.divmod(pages - self.sizes.first_host_page, self.sizes.chunk_pages)
+        first = np.ones(len(pages), dtype=bool)
+        first[1:] = (np.diff(pages) != 1) | (np.diff(chunk) != 0)
+        places = np.flatnonzero(first)
+        counts = np.diff(np.append(places, len(pages)))
+        address = self._base + chunk[places] * self._chunk_stride + slot[places] * self.page_stride
+        return (
+            address.astype(np.uint64),
+            (places * self.page_stride).astype(np.uint64),
+            (counts * self.page_stride).astype(np.uint64),
+        )
 
     @property
     def nbytes(self) -> int:

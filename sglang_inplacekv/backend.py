@@ -1,22 +1,30 @@
-"""SGLang's attention backend: turns a ForwardBatch into spans and layers into executor calls. Glue, no maths."""
+"""SGLang's attention backend: turns a ForwardBatch into spans and layers into executor calls. Glue, no maths.
+
+A forward has one of two forms. If all its pages are homed in D, SGLang's own backend runs it over the device tensors. If any is
+homed on the host, the executor runs it over the four regions.
+"""
 
 from __future__ import annotations
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
+from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from cpu_attn import SUPPORTED_HEAD_DIMS
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError
+from sglang_inplacekv.device_backend import make_device_backend
+from sglang_inplacekv.graphs import DEVICE, SPILLED
 from sglang_inplacekv.pool import InplaceMHAPool
 from sglang_inplacekv.step_plan import Span
 
 
 class InplaceAttnBackend(AttentionBackend):
-    """One per model runner. Requires InplaceMHAPool and the eager, non-overlapped path."""
+    """One per model runner. Requires InplaceMHAPool."""
 
     def __init__(self, runner) -> None:
         super().__init__()
@@ -26,56 +34,121 @@ class InplaceAttnBackend(AttentionBackend):
             raise RuntimeError(
                 f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
             )
-        self.pool = pool
-        self.req_to_token = runner.req_to_token_pool.req_to_token
-        self._page_size = pool.page_size
+        self.pool = self.token_to_kv_pool = pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.device = make_device_backend(runner)
         self._last_layer = pool.start_layer + pool.layer_num - 1
+        self._capturing = False
+        # Of the decode step whose graph is about to be replayed.
+        self._chosen: list[Span] = []
+        self._form: str | None = None
+
+    # Eager forwards, and what both kinds share
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        spans = self._spans(forward_batch)
-        is_decode = forward_batch.forward_mode.is_decode()
-        self.forward_metadata = self.pool.begin_forward(spans, is_decode)
+        self._capturing, spans = False, self._spans(forward_batch)
+        if self.pool.all_in_device(spans):
+            self.pool.begin_device_forward(spans, forward_batch.forward_mode.is_decode())
+            self.device.init_forward_metadata(forward_batch)
+        else:
+            self.pool.begin_forward(spans, forward_batch.forward_mode.is_decode())
 
     def _spans(self, forward_batch: ForwardBatch) -> list[Span]:
-        lengths = forward_batch.seq_lens_cpu.tolist()
-        rows = forward_batch.req_pool_indices.tolist()
+        lengths, rids = forward_batch.seq_lens_cpu.tolist(), self._request_ids(forward_batch)
         if forward_batch.forward_mode.is_decode():
             prefixes = [length - 1 for length in lengths]
+            pages = self.pool.page_lists.of_decode(rids, forward_batch.req_pool_indices, lengths)
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
+            pages = self.pool.page_lists.of_extend(rids, forward_batch.req_pool_indices, lengths)
         else:
             raise RuntimeError(
                 f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"
             )
-        size = self._page_size
-        longest = max(lengths, default=0)
-        # The one place where page ids reach the host: a page-strided slice of SGLang's own table.
-        pages = (
-            (self.req_to_token[forward_batch.req_pool_indices, 0:longest:size] // size).long().cpu().numpy()
-        )
-        labels = forward_batch.rids or [f"row {row}" for row in rows]
-        return [
-            Span(str(labels[i]), rows[i], pages[i, : -(-length // size)], prefixes[i], length)
-            for i, length in enumerate(lengths)
-        ]
+        return [Span(*span) for span in zip(rids, pages, prefixes, lengths, strict=True)]
+
+    def _request_ids(self, forward_batch: ForwardBatch) -> list[str]:
+        # SGLang's own warm-up forwards belong to no request.
+        return forward_batch.rids or [f"warm-up {i}" for i in range(forward_batch.batch_size)]
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        # In the spilled form the host has read the page table before anything is queued, so stock's answer covers both.
+        return self.device.shared_read_ends(fm)
+
+    # Decode under CUDA graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.device.init_cuda_graph_state(max_bs, max_num_tokens)
+        self.pool.executor.reserve_rows(max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.device.get_cuda_graph_seq_len_fill_value()
+
+    def choose_form(self, forward_batch: ForwardBatch) -> str:
+        """Which captured form serves this decode step; asked once before each replay."""
+        self._chosen = self._spans(forward_batch)
+        self._form = DEVICE if self.pool.all_in_device(self._chosen) else SPILLED
+        return self._form
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        form = get_capture_attention_variant() if in_capture else self._form
+        if form not in (DEVICE, SPILLED):
+            raise RuntimeError(
+                f"a decode graph of form {form}: the hook on SGLang's graph variants did not take"
+            )
+        self._capturing = in_capture
+        if form == SPILLED:
+            if in_capture:
+                self.pool.device_only, self.pool.plan = False, None
+                self.pool.executor.begin_capture(forward_batch.batch_size)
+            else:
+                self.pool.begin_forward(self._chosen, True, graph_rows=forward_batch.batch_size)
+            return
+        if not in_capture and not self.pool.all_in_device(self._chosen):
+            raise RuntimeError("a step that holds a host page must not replay a graph over D alone")
+        self.pool.begin_device_forward([] if in_capture else self._chosen, is_decode=not in_capture)
+        self.device.init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    # Layers
 
     def forward_decode(
         self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
     ):
-        k, v = self._write(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self.pool.executor.decode(layer.layer_id - self.pool.start_layer, heads, layer.scaling)
-        return self._finish(out, q, layer)
+        if self.pool.device_only:
+            return self.device.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        k, v = self._rounded(k, v, layer, save_kv_cache, kwargs)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        out = torch.empty_like(q)
+        executor, own = self.pool.executor, layer.layer_id - self.pool.start_layer
+        executor.write_decoded(own, k, v)
+        state = executor.decode_device(own, q, layer.scaling)
+        self._decode_host(own, q, layer)
+        executor.decode_merge(state, out)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    @eager_on_graph
+    def _decode_host(self, own: int, q: torch.Tensor, layer: RadixAttention) -> None:
+        """The part of a spilled decode step that no graph can hold."""
+        if self._capturing:
+            return
+        self.pool.executor.decode_host(own, q, layer.scaling)
+        self._end_if_last(layer)
 
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
     ):
-        k, v = self._write(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self.pool.executor.extend(layer.layer_id - self.pool.start_layer, heads, k, v, layer.scaling)
-        return self._finish(out, q, layer)
+        if self.pool.device_only:
+            return self.device.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        k, v = self._rounded(k, v, layer, save_kv_cache, kwargs)
+        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.pool.executor.extend(layer.layer_id - self.pool.start_layer, q, k, v, layer.scaling, out)
+        self._end_if_last(layer)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _write(self, k, v, layer, forward_batch, save_kv_cache, extra) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rounded(self, k, v, layer, save_kv_cache, extra) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v in the KV dtype: rounded once, so that the chunk attends what later chunks and steps will read."""
         if extra:
             raise RuntimeError(
                 f"layer {layer.layer_id}: {', '.join(sorted(extra))} is not supported by {BACKEND_NAME}"
@@ -84,19 +157,15 @@ class InplaceAttnBackend(AttentionBackend):
             raise RuntimeError(
                 f"layer {layer.layer_id}: attention without a KV write is not supported by {BACKEND_NAME}"
             )
-        # Rounded once: the chunk attends what later chunks and steps will read.
         shape = (-1, self.pool.head_num, self.pool.head_dim)
-        k, v = k.to(self.pool.dtype).view(shape), v.to(self.pool.dtype).view(shape)
-        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        return k, v
+        return k.to(self.pool.dtype).view(shape), v.to(self.pool.dtype).view(shape)
 
-    def _finish(self, out: torch.Tensor, q: torch.Tensor, layer) -> torch.Tensor:
+    def _end_if_last(self, layer: RadixAttention) -> None:
         if layer.layer_id == self._last_layer:
             self.pool.executor.end_forward()
-        return out.to(q.dtype).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
-        return self.req_to_token.is_cuda
+        return self.req_to_token_pool.req_to_token.is_cuda
 
 
 def check_model(runner) -> None:

@@ -100,9 +100,12 @@ FLAGS = (
     ),
 )
 
+TRANSFERS = ("dma", "zero-copy")
+
 # Knobs for tests and measurements: environment only, no compatibility promise.
 TEST_KNOBS = {
     "TILE_TOKENS": "tokens of one P tile",
+    "TRANSFER": "how the GPU gets T in a decode: dma, or zero-copy, by kernels that read host memory",
     "JITTER_SEED": "seed of random delays on the copy, flush, write and compute queues; -1 is off",
     "POISON": "overwrite P tiles, released windows and freed pages with NaN",
     "WAIT_TIMEOUT_S": "seconds after which any internal wait fails",
@@ -121,6 +124,7 @@ class InplaceConfig:
     threads: int | None = None
     admission: str = "auto"
     tile_tokens: int | None = None
+    transfer: str = "dma"
     jitter_seed: int | None = None
     poison: bool = False
     wait_timeout_s: float = 120.0
@@ -133,6 +137,10 @@ class InplaceConfig:
             )
         if self.policy != "writescope":
             raise ConfigError(f"--inplacekv-policy: asked {self.policy!r}, possible is 'writescope'")
+        if self.transfer not in TRANSFERS:
+            raise ConfigError(
+                f"{ENV_PREFIX}TRANSFER: asked {self.transfer!r}, possible are {' and '.join(TRANSFERS)}"
+            )
         if self.admission not in ("auto", "spill"):
             raise ConfigError(
                 f"--inplacekv-admission: asked {self.admission!r}, possible are 'auto' and 'spill' "
@@ -170,6 +178,7 @@ class InplaceConfig:
             if text["threads"].lower() == "auto"
             else _parse_int("--inplacekv-threads", text["threads"]),
             admission=text["admission"],
+            transfer=knob["TRANSFER"].lower() or "dma",
             tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
             jitter_seed=None if seed < 0 else seed,
             poison=_parse_bool("SGLANG_INPLACEKV_POISON", knob["POISON"]),

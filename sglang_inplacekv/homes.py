@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from sglang_inplacekv.layout import ROLE_COMPUTE, ROLE_NONE, ROLE_TRANSFER, RegionSizes
 from sglang_inplacekv.tickets import Ticket
 from sglang_inplacekv.write_scope import WriteScope
+
+
+class Pins(Protocol):
+    """What a chunk's role means to the host besides bookkeeping: pinning.ChunkPins where there is CUDA."""
+
+    def is_pinned(self, chunk: int) -> bool: ...
+
+    def prepare(self, chunk: int, role: int) -> None: ...
+
+    def keep_spare(self, empty: Sequence[int]) -> None: ...
 
 
 class HomeTable:
@@ -15,8 +26,9 @@ class HomeTable:
 
     Order of choice for a new page: D while it has room; then the role WriteScope wants, in a chunk that already has it;
     then an empty chunk, which takes the role; then the other role (counted as a fallback). So an allocation fails only
-    when no id is free. A freed page is free at once and goes to the tail of its list; it is handed out only after its
-    write ticket has completed.
+    when no id is free. T takes chunks from the low end and prefers pinned ones, C from the high end and prefers others.
+    A freed page is free at once and goes to the tail of its list; it is handed out only after its write ticket has
+    completed.
     """
 
     def __init__(
@@ -24,10 +36,10 @@ class HomeTable:
         sizes: RegionSizes,
         scope: WriteScope,
         wait_timeout_s: float,
-        on_role: Callable[[int, int], None] = lambda chunk, role: None,
+        pins: Pins | None = None,
     ) -> None:
         self.sizes, self.scope = sizes, scope
-        self._on_role = on_role  # (chunk, role), before its first page is handed out
+        self._pins = pins
         self._timeout_s = wait_timeout_s
         self.device_evicted_tokens = 0  # cached tokens given up, since start, to make room in D
         self.tickets: dict[int, Ticket] = {}  # of pages, free or not, whose home is still being written
@@ -79,7 +91,7 @@ class HomeTable:
     def _take_host(self, wanted: int) -> int:
         chunk = self._chunk_with(wanted)
         if chunk is None:
-            chunk = self._chunk_with(ROLE_NONE)
+            chunk = self._claim_empty(wanted)
         if chunk is None:
             chunk = self._chunk_with(ROLE_COMPUTE + ROLE_TRANSFER - wanted)
             self.scope.fallback_pages += 1
@@ -87,15 +99,34 @@ class HomeTable:
             raise RuntimeError(
                 f"{self._host_free} host pages counted free, no chunk of {self.sizes.chunks} has one"
             )
-        if self.role[chunk] == ROLE_NONE:
-            self.role[chunk] = wanted
-            self._on_role(chunk, wanted)
         self._host_free -= 1
         self._count(chunk, +1)
         return self._take(self._chunk_free[chunk])
 
     def _chunk_with(self, role: int) -> int | None:
-        return next((c for c, free in enumerate(self._chunk_free) if self.role[c] == role and free), None)
+        chunks = range(self.sizes.chunks)
+        order = reversed(chunks) if role == ROLE_COMPUTE else chunks
+        return next((c for c in order if self.role[c] == role and self._chunk_free[c]), None)
+
+    def _empty_chunks(self) -> list[int]:
+        return [chunk for chunk, role in enumerate(self.role) if role == ROLE_NONE]
+
+    def _claim_empty(self, role: int) -> int | None:
+        """Give an empty chunk `role`, if there is one."""
+        empty, pins = self._empty_chunks(), self._pins
+        if not empty:
+            return None
+        order = sorted(empty, key=lambda chunk: (pins is not None and not pins.is_pinned(chunk), chunk))
+        chunk = order[-1] if role == ROLE_COMPUTE else order[0]
+        self.role[chunk] = role
+        if pins is not None:
+            # Writes to freed pages may still be under way, by DMA to memory that must stay pinned so long.
+            for page in self.sizes.chunk_page_range(chunk):
+                if page in self.tickets:
+                    self.tickets[page].wait(self._timeout_s, f"giving page {page}'s chunk {chunk} a new role")
+            pins.prepare(chunk, role)
+            pins.keep_spare([other for other in empty if other != chunk])
+        return chunk
 
     def _take(self, free: deque[int]) -> int:
         page = free.popleft()
@@ -120,6 +151,8 @@ class HomeTable:
             self._count(chunk, -1)
             if len(self._chunk_free[chunk]) == len(self.sizes.chunk_page_range(chunk)):
                 self.role[chunk] = ROLE_NONE
+                if self._pins is not None:
+                    self._pins.keep_spare(self._empty_chunks())
 
     def _count(self, chunk: int, pages: int) -> None:
         if self.role[chunk] == ROLE_COMPUTE:

@@ -65,7 +65,28 @@ def _build_allocator(original, kvc, *, token_to_kv_pool, **kwargs):
 
 
 def _fused_kv_store(original, forward_batch):
-    return False if _selected() else original(forward_batch)
+    if _selected():
+        from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+        if not get_token_to_kv_pool().device_only:
+            return False
+    return original(forward_batch)
+
+
+def _graph_variants(original, hf_config):
+    if not _selected():
+        return original(hf_config)
+    from sglang_inplacekv.graphs import DecodeForms
+
+    return DecodeForms()
+
+
+def _decode_graphs(original, runner):
+    if not _selected():
+        return original(runner)
+    from sglang_inplacekv.graphs import DecodeGraphs
+
+    return DecodeGraphs(runner)
 
 
 def _support_triton(original, backend: str):
@@ -135,7 +156,19 @@ HOOKS = (
         "sglang.srt.models.utils.enable_fused_set_kv_buffer",
         HookType.AROUND,
         _fused_kv_store,
-        "the fused RoPE and KV store writes to a pool buffer that we do not have",
+        "the fused RoPE and KV store writes to the pool's buffer by token id: right for pages in D, wrong for all others",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+        HookType.AROUND,
+        _graph_variants,
+        "each decode graph is captured in two forms, and the batch decides which is replayed",
+    ),
+    Hook(
+        "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",
+        HookType.AROUND,
+        _decode_graphs,
+        "one form is a whole graph, the other breaks at attention; SGLang's settings choose one kind for all",
     ),
     Hook(
         "sglang.srt.utils.common.support_triton",
@@ -201,6 +234,8 @@ _EXPECTED = {
     "_build_pool": f"{_CONFIGURATOR}._build_token_to_kv_pool",
     "_build_allocator": f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
     "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+    "_graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+    "_decode_graphs": "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",
     "_support_triton": "sglang.srt.utils.common.support_triton",
     "_add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
     "_from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",

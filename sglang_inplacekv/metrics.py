@@ -53,10 +53,22 @@ class StepMetrics:
             read = plan.attended_tokens(self._regions.sizes.page_size)
             host = read["C"] + read["T"]
             self.effective_share = read["C"] / host if host else 0.0
-            self._decode_steps += 1
-            if self._decode_steps % _LOG_INTERVAL_STEPS == 0:
-                self._log()
+            self._count_decode()
         self.export()
+
+    def observe_device_decode(self) -> None:
+        """A decode step over D alone."""
+        self.effective_share = 0.0
+        if self._count_decode():
+            self.export()
+
+    def _count_decode(self) -> bool:
+        """Whether this step is one to report."""
+        self._decode_steps += 1
+        due = self._decode_steps % _LOG_INTERVAL_STEPS == 0
+        if due:
+            self._log()
+        return due
 
     def _log(self) -> None:
         scope, held = self._regions.scope, self._regions.tokens_by_region()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.metrics import StepMetrics
+from sglang_inplacekv.page_lists import PageLists
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 
@@ -15,8 +16,9 @@ from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 class InplaceMHAPool(MHATokenToKVPool):
     """KV of a GQA or MHA model in four regions.
 
-    A subclass only so that SGLang's isinstance checks hold; none of the parent's buffers exist. Whoever tries to read
-    or write behind set_kv_buffer's back (a fused store, a copy to a host cache) gets an error, never wrong bytes.
+    For a forward whose pages are all homed in D it is a stock pool over the device tensors, whose rows D's token ids are
+    (`device_only`). In every other forward, whoever tries to read or write behind set_kv_buffer's back (a fused store, a copy
+    to a host cache) gets an error, never wrong bytes.
     """
 
     def __init__(
@@ -33,34 +35,46 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.regions, self.executor = regions, executor
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
+        self.device_only = False
         self.metrics = StepMetrics(regions)
-        self._req_to_token_pool = req_to_token_pool
-        self._row_pages: dict[
-            int, tuple[int, np.ndarray]
-        ] = {}  # row -> its generation and D pages when last run
-        self.k_buffer = self.v_buffer = None
-        self.head_num, self.head_dim, self.v_head_dim = shape.kv_heads, shape.head_dim, shape.head_dim
-        KVCache.__init__(
-            self,
+        self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.poison)
+        super().__init__(
             sizes.capacity_tokens,
             shape.page_size,
             shape.dtype,
+            shape.kv_heads,
+            shape.head_dim,
             shape.layers,
             device,
             enable_memory_saver=False,
             start_layer=start_layer,
             end_layer=end_layer,
+            kv_cache_layout="nhd",
         )
-        self._finalize_allocation_log(sizes.capacity_tokens)
 
-    def begin_forward(self, spans: list[Span], is_decode: bool) -> StepPlan:
-        """Plan the forward over `spans` and start its transfers."""
+    def _create_buffers(self) -> None:
+        self.k_buffer, self.v_buffer = self.regions.device_k, self.regions.device_v
+
+    def all_in_device(self, spans: list[Span]) -> bool:
+        """Whether every page of `spans` is homed in D."""
+        first_host = self.regions.sizes.first_host_page
+        return all(len(span.pages) == 0 or span.pages.max() < first_host for span in spans)
+
+    def begin_forward(self, spans: list[Span], is_decode: bool, graph_rows: int | None = None) -> StepPlan:
+        """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
+        self.device_only = False
         self.executor.acknowledge()
-        self._note_device_pages(spans)
         self.plan = self.planner.build(spans, is_decode)
-        self.executor.begin_forward(self.plan)
+        self.executor.begin_forward(self.plan, graph_rows)
         self.metrics.observe(self.plan)
         return self.plan
+
+    def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
+        """A forward over `spans`, all homed in D, that SGLang's own backend runs."""
+        self.device_only, self.plan = True, None
+        self.executor.acknowledge()
+        if is_decode:
+            self.metrics.observe_device_decode()
 
     def settle(self) -> None:
         """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
@@ -72,6 +86,9 @@ class InplaceMHAPool(MHATokenToKVPool):
         self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_
     ) -> None:
         """Write this forward's K/V, [tokens, kv_heads, head_dim], to where its plan says."""
+        if self.device_only:
+            super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override)
+            return
         loc, _, _ = unwrap_write_loc(loc_info)
         if self.plan is None or len(loc) != self.plan.tokens:
             raise RuntimeError(
@@ -88,32 +105,21 @@ class InplaceMHAPool(MHATokenToKVPool):
         )
 
     def pages_freed(self, pages: list[int]) -> None:
+        self.page_lists.page_freed()
         self.regions.pages_freed(pages)
 
     def forget_all_pages(self) -> None:
         """Every page is about to be free (start-up, flush_cache): let writes end and take all windows back."""
         self.executor.drain()
         self.regions.forget_all_pages()
-        self._row_pages.clear()
-
-    def _note_device_pages(self, spans: list[Span]) -> None:
-        for span in spans:
-            generation = int(self._req_to_token_pool.req_generation[span.row])
-            self._row_pages[span.row] = (
-                generation,
-                span.pages[span.pages < self.regions.sizes.first_host_page],
-            )
+        self.page_lists.clear()
 
     def idle_device_pages(self) -> int:
         """D pages that no live request was seen to use: what only the prefix cache keeps."""
-        rows = self._req_to_token_pool
-        free_rows = set(rows.free_slots)
-        live = np.zeros(self.regions.sizes.first_host_page, dtype=bool)
-        for row, (generation, pages) in self._row_pages.items():
-            # A row that was handed on since then says nothing about its new request.
-            if row not in free_rows and generation == int(rows.req_generation[row]):
-                live[pages] = True
-        return self.regions.homes.device_used_pages - int(live.sum())
+        live = np.zeros(self.regions.sizes.pages, dtype=bool)
+        for pages in self.page_lists.live_pages():
+            live[pages] = True
+        return self.regions.homes.device_used_pages - int(live[1 : self.regions.sizes.first_host_page].sum())
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of (K, V): device tensors and host arena together, halves of one."""
@@ -126,13 +132,14 @@ class InplaceMHAPool(MHATokenToKVPool):
         )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        self._refuse("get_key_buffer")
+        if not self.device_only:
+            self._refuse("get_key_buffer")
+        return super().get_key_buffer(layer_id)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        self._refuse("get_value_buffer")
-
-    def get_kv_buffer(self, layer_id: int):
-        self._refuse("get_kv_buffer")
+        if not self.device_only:
+            self._refuse("get_value_buffer")
+        return super().get_value_buffer(layer_id)
 
     def get_raw_kv_buffer(self, *args, **kwargs):
         self._refuse("get_raw_kv_buffer")

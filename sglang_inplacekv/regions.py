@@ -33,8 +33,8 @@ class Regions:
         self.config, self.shape, self.sizes, self.team = config, shape, sizes, team
         self.scope = WriteScope.from_config(config.cpu_share)
         self.arena = HostArena(shape, sizes, team)
-        on_role = self.arena.prepare_for if device != "cpu" else lambda chunk, role: None
-        self.homes = HomeTable(sizes, self.scope, config.wait_timeout_s, on_role)
+        pins = self.arena.start_pinning(config.wait_timeout_s) if device != "cpu" else None
+        self.homes = HomeTable(sizes, self.scope, config.wait_timeout_s, pins)
         self.windows = WindowTable(sizes.window_pages, self._window_released)
         rows = sizes.device_tensor_pages * shape.page_size
         fill = torch.nan if config.poison else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -45,9 +46,10 @@ _MUST_BE_ONE = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size")
 _FILLED: dict[str, Any] = {
     "page_size": DEFAULT_PAGE_SIZE,
     "max_running_requests": DEFAULT_MAX_RUNNING,
-    "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
 }
+# Without a GPU there are none; with one, our graphs take the place of SGLang's "full".
+_DECODE_GRAPHS = ("full", "disabled")
 
 
 def _on_cpu(args: Any) -> bool:
@@ -69,12 +71,21 @@ def prepare_server_args(args: Any) -> None:
     for field, value in _FILLED.items():
         if getattr(args, field) is None:
             setattr(args, field, value)
-    args.disable_overlap_schedule = True
-    if _on_cpu(args) and args.mem_fraction_static is None:
-        # Our budgets size the pool; what SGLang derives from a GPU's figures can come out negative on a CPU.
-        args.mem_fraction_static = _CPU_MEM_FRACTION
+    if _on_cpu(args):
+        _fill_for_cpu(args)
+    # SGLang would reserve address space for its own pool and resize that after the capture; ours is what it is.
+    os.environ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] = "0"
     _check_page_size(args)
     _fill_chunk(args)
+
+
+def _fill_for_cpu(args: Any) -> None:
+    args.disable_overlap_schedule = True  # nothing to overlap with
+    if args.cuda_graph_backend_decode is None:
+        args.cuda_graph_backend_decode = "disabled"
+    if args.mem_fraction_static is None:
+        # Our budgets size the pool; what SGLang derives from a GPU's figures can come out negative on a CPU.
+        args.mem_fraction_static = _CPU_MEM_FRACTION
 
 
 def check_resolved(args: Any) -> None:
@@ -103,12 +114,12 @@ def check_settings(settings: Any) -> None:
     _refuse_features(settings)
     if torch.device(settings.device).type not in ("cuda", "cpu"):
         _refuse("device", settings.device, "cuda or cpu")
-    if not settings.disable_overlap_schedule:
-        _refuse("disable_overlap_schedule", False, True)
-    for phase in ("decode", "prefill"):
-        graphs = getattr(settings.cuda_graph_config, phase).backend
-        if graphs != "disabled":
-            _refuse("cuda_graph_config", f"{phase} {graphs}", f"{phase} disabled")
+    graphs = settings.cuda_graph_config
+    if graphs.prefill.backend != "disabled":
+        _refuse("cuda_graph_config", f"prefill {graphs.prefill.backend}", "prefill disabled")
+    possible = ("disabled",) if _on_cpu(settings) else _DECODE_GRAPHS
+    if graphs.decode.backend not in possible:
+        _refuse("cuda_graph_config", f"decode {graphs.decode.backend}", f"decode {' or '.join(possible)}")
     _check_page_size(settings)
     _check_chunk(settings)
 
@@ -144,10 +155,13 @@ def _refuse_conflicts(args: Any) -> None:
         if asked not in (None, BACKEND_NAME) or (asked and args.attention_backend != BACKEND_NAME):
             _refuse(phase, asked, f"unset (select the backend with --attention-backend {BACKEND_NAME})")
     _refuse_features(args)
-    for phase in ("decode", "prefill"):
+    for phase, possible in (
+        ("decode", ("disabled",) if _on_cpu(args) else _DECODE_GRAPHS),
+        ("prefill", ("disabled",)),
+    ):
         field = f"cuda_graph_backend_{phase}"
-        if getattr(args, field) not in (None, "disabled"):
-            _refuse(field, getattr(args, field), "disabled")
+        if getattr(args, field) not in (None, *possible):
+            _refuse(field, getattr(args, field), " or ".join(possible))
 
 
 def _refuse_features(settings: Any) -> None:

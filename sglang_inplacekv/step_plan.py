@@ -19,7 +19,6 @@ class Span:
     """One request's part of a forward: tokens [prefix, length) are new, its pages cover [0, length)."""
 
     label: str
-    row: int  # of SGLang's req_to_token table
     pages: np.ndarray  # [ceil(length / G)] int64
     prefix: int
     length: int
@@ -41,9 +40,17 @@ class HomeWrite:
 class Reads:
     """Where one request's attended tokens are: disjoint, together all of them."""
 
-    device_slots: np.ndarray  # [n] int64, slots of the device tensor (D homes and windows)
+    device_pages: (
+        np.ndarray
+    )  # [n] int64, pages of the device tensor (D homes and windows), all full but the last
+    device_tokens: int  # of them
     compute_pages: np.ndarray  # [n] int64, full pages read in place by the CPU
     transfer_pages: np.ndarray  # [n] int64, full pages streamed through P
+
+    def device_slots(self, page_size: int) -> np.ndarray:
+        """[device_tokens] int64: the tokens' slots in the device tensor."""
+        slots = (self.device_pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+        return slots[: self.device_tokens]
 
 
 @dataclass
@@ -76,7 +83,7 @@ class StepPlan:
     def attended_tokens(self, page_size: int) -> dict[str, int]:
         """Tokens read per region in this forward, with multiplicity over requests."""
         return {
-            "D": sum(len(r.device_slots) for r in self.reads),
+            "D": sum(r.device_tokens for r in self.reads),
             "C": sum(len(r.compute_pages) for r in self.reads) * page_size,
             "T": sum(len(r.transfer_pages) for r in self.reads) * page_size,
         }
@@ -143,21 +150,20 @@ class Planner:
         held = np.isin(ids, self._open_pages)
         place[held] = first_host + self._open_windows[np.searchsorted(self._open_pages, ids[held])]
         on_device = place >= 0
-        device_slots = (place[on_device][:, None] * size + np.arange(size)).reshape(-1)
+        device_pages = place[on_device]
         spare = len(ids) * size - read_end
-        if spare:
-            if not on_device[-1]:
-                raise RuntimeError(
-                    f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window"
-                )
-            device_slots = device_slots[:-spare]
+        if spare and not on_device[-1]:
+            raise RuntimeError(
+                f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window"
+            )
+        device_tokens = len(device_pages) * size - spare
         home = ids[~on_device]
         roles = (
             np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
         )
         computed = roles == ROLE_COMPUTE
-        reads = Reads(device_slots, home[computed], home[~computed])
-        planned = len(device_slots) + len(home) * size
+        reads = Reads(device_pages, device_tokens, home[computed], home[~computed])
+        planned = device_tokens + len(home) * size
         if planned != read_end:
             raise RuntimeError(f"request {span.label}: {read_end} tokens to attend, {planned} planned")
         return reads

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+import cpu_attn
+from sglang_inplacekv.queues import WorkQueue
+from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
+from sglang_inplacekv.tickets import Ticket
 
 
 class Executor(ABC):
@@ -15,35 +22,107 @@ class Executor(ABC):
     Layers are counted from 0 on this rank. Tensors are over the forward's new tokens, request after request.
     """
 
-    @abstractmethod
+    def __init__(self, regions: Regions, queues: Sequence[str]) -> None:
+        config = regions.config
+        self.regions = regions
+        self._timeout_s = config.wait_timeout_s
+        self._queues = {name: WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in queues}
+        self._kv = [regions.arena.attention_regions(layer) for layer in range(regions.shape.layers)]
+        # Threads would otherwise outlive a server that was shut down inside a living process.
+        self._finalizer = weakref.finalize(self, _close_queues, list(self._queues.values()))
+
     def acknowledge(self) -> None:
         """Between forwards: take back what finished flushes have released."""
+        self.regions.windows.acknowledge()
 
     @abstractmethod
-    def begin_forward(self, plan: StepPlan) -> None:
-        """Adopt `plan` and start the transfers that do not depend on the first layer."""
+    def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
+        """Adopt `plan` and start the transfers that do not depend on the first layer.
+
+        graph_rows: of the captured decode that is about to be replayed.
+        """
 
     @abstractmethod
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put k and v, [tokens, kv_heads, head_dim] in the KV dtype, where the plan says. They may be reused on return."""
 
+    def decode(self, layer: int, q: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """Attend q [requests, q_heads, head_dim] over all planned tokens, into out of the same shape."""
+        state = self.decode_device(layer, q, scale)
+        self.decode_host(layer, q, scale)
+        self.decode_merge(state, out)
+
+    # The same in three parts, of which a CUDA graph may capture the first and the last, and the write before them. In a
+    # captured decode, q and out may have more rows than the plan has requests; what those come to is of no interest.
+
+    def reserve_rows(self, rows: int) -> None:
+        """Captured decodes will have up to `rows` rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no CUDA graphs")
+
+    def begin_capture(self, rows: int) -> None:
+        """The decode that follows, of `rows` rows, is warmed up and captured: there is no plan."""
+        raise NotImplementedError(f"{type(self).__name__} has no CUDA graphs")
+
+    def write_decoded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """write_layer of a decode."""
+        self.write_layer(layer, k, v)
+
     @abstractmethod
-    def decode(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend q [requests, q_heads, head_dim] over all planned tokens; fp32 result of the same shape."""
+    def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> Any:
+        """Attend D and windows; the result is for decode_merge."""
+
+    @abstractmethod
+    def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        """Attend C and T. Never captured: transfers and the CPU's part differ from step to step."""
+
+    @abstractmethod
+    def decode_merge(self, state: Any, out: torch.Tensor) -> None:
+        """Merge what the two before came to into out."""
 
     @abstractmethod
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Attend q [tokens, q_heads, head_dim] over the planned prefix and causally over k, v; fp32 result of q's shape."""
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend q [tokens, q_heads, head_dim] over the planned prefix and causally over k, v, into out of q's shape."""
 
-    @abstractmethod
     def end_forward(self) -> None:
         """After the last layer: start the flushes of the windows that this forward filled."""
+        for page in self._plan.flush_pages:
+            ticket = self._submit_flush(page)
+            self.regions.homes.set_ticket([page], ticket)
+            self.regions.windows.begin_flush(page, ticket)
+
+    @property
+    @abstractmethod
+    def _plan(self) -> StepPlan:
+        """The forward that has begun. Raises RuntimeError before the first."""
 
     @abstractmethod
+    def _submit_flush(self, page: int) -> Ticket:
+        """Queue the copy of `page`'s window to its home."""
+
+    def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return job.wait(self._timeout_s)
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{self._plan.who}, layer {layer}, region C: {error}") from error
+
     def drain(self) -> None:
         """Wait for everything in flight."""
+        for queue in self._queues.values():
+            queue.submit(lambda: None, f"drain of the {queue.name} queue").wait(self._timeout_s, "drain")
+        self.acknowledge()
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _close_queues(queues: Sequence[WorkQueue]) -> None:
+    for queue in queues:
+        queue.close()

@@ -12,7 +12,6 @@ and flushes really are asynchronous; only the arithmetic of the device side is t
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +26,6 @@ from sglang_inplacekv.executors.tile_stream import Tile, TileStream
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.merge import empty_state, merge_states
 from sglang_inplacekv.page_table import compute_table
-from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
 from sglang_inplacekv.tickets import Ticket, wait_all
@@ -59,23 +57,15 @@ class _Forward:
 
 class CpuExecutor(Executor):
     def __init__(self, regions: Regions) -> None:
-        config, shape = regions.config, regions.shape
-        self.regions = regions
-        self._timeout_s, self._poison = config.wait_timeout_s, config.poison
-        self._queues = tuple(
-            WorkQueue(name, config.wait_timeout_s, config.jitter_seed)
-            for name in ("copy", "write", "flush", "compute")
-        )
-        self._copy, self._write, self._flush, self._compute = self._queues
+        super().__init__(regions, ("copy", "write", "flush", "compute"))
+        self._copy, self._write, self._flush, self._compute = self._queues.values()
+        shape, self._poison = regions.shape, regions.config.poison
         block = shape.block_bytes // shape.dtype.itemsize
-        fill = torch.nan if config.poison else 0.0
+        fill = torch.nan if self._poison else 0.0
         self._tiles = [
             torch.full((regions.sizes.tile_pages, 2, block), fill, dtype=shape.dtype) for _ in range(2)
         ]
-        self._kv = [regions.arena.attention_regions(layer) for layer in range(shape.layers)]
         self._current: _Forward | None = None
-        # Threads would otherwise outlive a server that was shut down inside a living process.
-        self._finalizer = weakref.finalize(self, _close_queues, self._queues)
 
     @property
     def _forward(self) -> _Forward:
@@ -83,14 +73,16 @@ class CpuExecutor(Executor):
             raise RuntimeError("no forward has begun")
         return self._current
 
-    def acknowledge(self) -> None:
-        self.regions.windows.acknowledge()
+    @property
+    def _plan(self) -> StepPlan:
+        return self._forward.plan
 
-    def begin_forward(self, plan: StepPlan) -> None:
+    def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
+        page_size = self.regions.sizes.page_size
         self._current = _Forward(
             plan,
             [plan.token_range(request) for request in range(len(plan.spans))],
-            [torch.from_numpy(reads.device_slots) for reads in plan.reads],
+            [torch.from_numpy(reads.device_slots(page_size)) for reads in plan.reads],
             torch.from_numpy(plan.device_tokens),
             torch.from_numpy(plan.device_slots),
             HomeWriter(self.regions, self._write, plan),
@@ -111,24 +103,32 @@ class CpuExecutor(Executor):
         self.regions.device_v[layer][forward.write_slots] = v[forward.write_tokens]
         forward.homes.write(layer, k, v, self._timeout_s)
 
-    def decode(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        state, kv, table, job = _State(*q.shape), self._kv[layer], self._forward.table, None
+    def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> _State:
+        """Queue the parts over D and P; they go on while decode_host attends C."""
+        self._state = _State(*q.shape)
+        self._parts = self._attend_device_side(self._state, layer, q, scale)
+        return self._state
+
+    def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        kv, table, job = self._kv[layer], self._forward.table, None
         if kv is not None and table is not None:
             job = self.regions.team.submit_paged_decode(q, kv, table, scale)
-        self._wait(self._attend_device_side(state, layer, q, scale), layer)
+        self._wait(self._parts, layer)
         if job is not None:
-            state.merge(slice(None), *self._collect(job, layer))
-        return state.out
+            self._state.merge(slice(None), *self._collect(job, layer))
 
-    def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        try:
-            return job.wait(self._timeout_s)
-        except (TimeoutError, RuntimeError, ValueError) as error:
-            raise RuntimeError(f"{self._forward.plan.who}, layer {layer}, region C: {error}") from error
+    def decode_merge(self, state: _State, out: torch.Tensor) -> None:
+        out.copy_(state.out)
 
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         state, rows = _State(*q.shape), self._forward.rows
 
         def attend_chunk() -> None:
@@ -137,7 +137,7 @@ class CpuExecutor(Executor):
 
         chunk = self._compute.submit(attend_chunk, f"attention over the chunk, layer {layer}")
         self._wait([chunk, *self._attend_device_side(state, layer, q, scale)], layer)
-        return state.out
+        out.copy_(state.out)
 
     def _wait(self, parts: list[Ticket], layer: int) -> None:
         for part in parts:
@@ -186,12 +186,6 @@ class CpuExecutor(Executor):
         if self._poison:
             buffer.fill_(torch.nan)
 
-    def end_forward(self) -> None:
-        for page in self._forward.plan.flush_pages:
-            ticket = self._submit_flush(page)
-            self.regions.homes.set_ticket([page], ticket)
-            self.regions.windows.begin_flush(page, ticket)
-
     def _submit_flush(self, page: int) -> Ticket:
         regions = self.regions
         rows = regions.window_rows(page)
@@ -203,16 +197,3 @@ class CpuExecutor(Executor):
             home.copy_((window.transpose(2, 3) if computed else window).flatten(2))
 
         return self._flush.submit(copy, f"flush of page {page} to {'C' if computed else 'T'}")
-
-    def drain(self) -> None:
-        for queue in self._queues:
-            queue.submit(lambda: None, f"drain of the {queue.name} queue").wait(self._timeout_s, "drain")
-        self.acknowledge()
-
-    def close(self) -> None:
-        self._finalizer()
-
-
-def _close_queues(queues: tuple[WorkQueue, ...]) -> None:
-    for queue in queues:
-        queue.close()

@@ -6,113 +6,89 @@
     write queue       prefill K/V -> homes, on its stream; completes write tickets
     flush queue       full windows -> homes, on its stream; completes write tickets
 
-The two queues are host threads that drive a stream each, because what they complete are host-side tickets, and because C is
+The queues are host threads that drive a stream each, because what they complete are host-side tickets, and because C is
 pageable: its bytes land in a pinned bounce buffer and are copied on by the thread.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 import cpu_attn
 from sglang_inplacekv.executors.base import Executor
-from sglang_inplacekv.executors.cuda_tiles import CudaTileStream
+from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
+from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferTimings
 from sglang_inplacekv.executors.flashinfer_paged import (
     ChunkAttention,
     Geometry,
     PagedAttention,
+    PagedLists,
     make_workspace,
 )
-from sglang_inplacekv.executors.home_writer import HomeWriter
-from sglang_inplacekv.executors.merge_kernel import merge_into
+from sglang_inplacekv.executors.hand_over import HandOver
+from sglang_inplacekv.executors.merge_kernel import State, fold, merge
+from sglang_inplacekv.executors.tile_stream import Tile
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.page_table import compute_table
-from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
 from sglang_inplacekv.tickets import Ticket, wait_all
 
 
-class CudaHomeWriter(HomeWriter):
-    """Staged pages leave by DMA: T pages straight into their pinned homes, C pages by way of a pinned bounce buffer."""
-
-    def __init__(self, regions: Regions, queue: WorkQueue, plan: StepPlan, stream: torch.cuda.Stream) -> None:
-        super().__init__(regions, queue, plan, "cuda")
-        self._stream = stream
-        # Taken now: the queue runs later, when a chunk whose pages were all freed may have dropped its role.
-        self._run_computed = [regions.homes.role[chunk] == ROLE_COMPUTE for chunk, _, _, _ in self._runs]
-
-    def _landing(self, layer: int, staged: torch.Tensor) -> Callable[[], None]:
-        packed = torch.cuda.Event()
-        packed.record()
-        staged.record_stream(self._stream)
-
-        def land() -> None:
-            arena, bounced = self._regions.arena, []
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(packed)
-                for (chunk, slot, place, count), computed in zip(self._runs, self._run_computed, strict=True):
-                    home, source = (
-                        arena.raw_pages(chunk, layer)[slot : slot + count],
-                        staged[place : place + count],
-                    )
-                    if computed:
-                        bounce = torch.empty(home.shape, dtype=home.dtype, pin_memory=True)
-                        bounced.append((home, bounce))
-                    else:
-                        bounce = home
-                    bounce.copy_(source, non_blocking=True)
-                self._stream.synchronize()
-            for home, bounce in bounced:
-                home.copy_(bounce)
-
-        return land
-
-
 @dataclass
 class _Forward:
-    """A plan in the form that every layer uses. `device` to `chunk` are planned at the first layer, which knows q."""
+    """A plan in the form that every layer uses. The attention calls are planned at the first layer, which knows q."""
 
     plan: StepPlan
-    row_ranges: list[range]
-    write_tokens: torch.Tensor
+    row_counts: np.ndarray  # new tokens of each request, int32
+    write_tokens: torch.Tensor | None  # None: every token goes to the device, in order
     write_slots: torch.Tensor
-    homes: HomeWriter
+    homes: CudaHomeWriter
     stream: CudaTileStream
     table: cpu_attn.PageTable | None
+    in_place: bool  # T is read where it lies, not through P
+    rows: int  # of q: the plan's tokens, or those of the captured decode that is replayed
+    replayed: bool
     planned: bool = False
     tiles: list[PagedAttention] = field(default_factory=list)
 
 
 class CudaExecutor(Executor):
     def __init__(self, regions: Regions) -> None:
-        config, shape, sizes = regions.config, regions.shape, regions.sizes
-        self.regions = regions
-        self._timeout_s = config.wait_timeout_s
-        self._queues = tuple(
-            WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in ("write", "flush")
-        )
-        self._write, self._flush = self._queues
+        super().__init__(regions, ("copy", "write", "flush"))
+        shape, sizes = regions.shape, regions.sizes
         self._copy_stream, self._write_stream, self._flush_stream = (torch.cuda.Stream() for _ in range(3))
         block = shape.block_bytes // shape.dtype.itemsize
-        self._tiles = [
-            torch.zeros(sizes.tile_pages, 2, block, dtype=shape.dtype, device="cuda") for _ in range(2)
-        ]
-        self._bounce = [
-            torch.zeros(sizes.tile_pages, 2, block, dtype=shape.dtype, pin_memory=True) for _ in range(2)
-        ]
-        self._kv = [regions.arena.attention_regions(layer) for layer in range(shape.layers)]
+        tile = (sizes.tile_pages, 2, block)
+        self._tiles = [torch.zeros(tile, dtype=shape.dtype, device="cuda") for _ in range(2)]
+        self._bounce = [torch.zeros(tile, dtype=shape.dtype, pin_memory=True) for _ in range(2)]
+        self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
         self._workspace = make_workspace()
-        self._device, self._chunk = PagedAttention(self._workspace, "NHD"), ChunkAttention(self._workspace)
+        self._device, self._in_place = (PagedAttention(self._workspace, "NHD") for _ in range(2))
+        self._chunk = ChunkAttention(self._workspace)
         self._tile_attention: dict[str, list[PagedAttention]] = {"NHD": [], "HND": []}
+        # By number of rows: what captured decodes attend D with, and the geometry they were captured for.
+        self._captured: dict[int, PagedAttention] = {}
+        self._geometry: Geometry | None = None
+        self._capturing_rows: int | None = None
+        self._hand: HandOver | None = None
         self._current: _Forward | None = None
-        self._finalizer = weakref.finalize(self, _close_queues, self._queues)
+        self._ended: deque[_Forward] = deque()  # their clocks are still to be read
+        self._transfers = _no_transfers()
+        self.reserve_rows(0)
+
+    def reserve_rows(self, rows: int) -> None:
+        # Windows outnumber running requests, so these addresses are good for every decode there will be.
+        rows = max(rows, self.regions.sizes.window_pages)
+        self._decode_slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        self._hand = None
+
+    def begin_capture(self, rows: int) -> None:
+        self._capturing_rows = rows
 
     @property
     def _forward(self) -> _Forward:
@@ -120,79 +96,208 @@ class CudaExecutor(Executor):
             raise RuntimeError("no forward has begun")
         return self._current
 
-    def acknowledge(self) -> None:
-        self.regions.windows.acknowledge()
+    @property
+    def _plan(self) -> StepPlan:
+        return self._forward.plan
 
-    def begin_forward(self, plan: StepPlan) -> None:
+    def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
+        self._capturing_rows = None
         wait_all(plan.pending.values(), self._timeout_s, f"{plan.who}, region C or T,")
-        first = np.concatenate(([0], np.cumsum([span.new_tokens for span in plan.spans]))).tolist()
+        self._retire_clocks()
+        slots = _to_gpu(plan.device_slots)
+        if plan.is_decode:
+            # Page 0 is padding: rows that only fill a captured batch up write there.
+            self._decode_slots[: len(slots)] = slots
+            self._decode_slots[len(slots) :] = 0
+        everything = len(plan.device_tokens) == plan.tokens
+        in_place = plan.is_decode and self.regions.config.transfer == "zero-copy"
         self._current = _Forward(
             plan,
-            [range(start, stop) for start, stop in pairwise(first)],
-            torch.from_numpy(plan.device_tokens).cuda(non_blocking=True),
-            torch.from_numpy(plan.device_slots).cuda(non_blocking=True),
-            CudaHomeWriter(self.regions, self._write, plan, self._write_stream),
-            CudaTileStream(self.regions, self._copy_stream, self._tiles, self._bounce, plan),
+            np.array([span.new_tokens for span in plan.spans], dtype=np.int32),
+            None if everything else _to_gpu(plan.device_tokens),
+            slots,
+            CudaHomeWriter(self.regions, self._queues["write"], plan, self._write_stream),
+            CudaTileStream(
+                self.regions,
+                self._copy_stream,
+                self._tiles,
+                self._bounce,
+                plan,
+                self._queues["copy"],
+                tiles=[] if in_place else None,
+            ),
             compute_table(plan, self.regions.sizes) if plan.is_decode else None,
+            in_place and any(len(reads.transfer_pages) for reads in plan.reads),
+            rows=graph_rows or plan.tokens,
+            replayed=graph_rows is not None,
         )
+        if graph_rows is not None:
+            self._plan_replay(self._current)
+
+    def _retire_clocks(self) -> None:
+        """Add up the transfers of the forward before last: the GPU is done with it, so reading them waits for nothing."""
+        if self._current is not None:
+            self._ended.append(self._current)
+        while len(self._ended) > 1:
+            self._count(self._ended.popleft())
+
+    def _count(self, forward: _Forward) -> None:
+        timings, kind = forward.stream.timings(), "decode" if forward.plan.is_decode else "extend"
+        if timings is not None:
+            self._transfers[kind] = self._transfers[kind].plus(timings)
+
+    def take_transfers(self) -> dict[str, TransferTimings]:
+        """What has crossed to P in the decodes and extends since this was last asked. Waits for the GPU."""
+        torch.cuda.synchronize()
+        if self._current is not None:
+            self._ended.append(self._current)
+            self._current = None
+        while self._ended:
+            self._count(self._ended.popleft())
+        taken, self._transfers = self._transfers, _no_transfers()
+        return taken
+
+    def write_decoded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        slots = self._decode_slots[: len(k)]
+        self.regions.device_k[layer].index_copy_(0, slots, k)
+        self.regions.device_v[layer].index_copy_(0, slots, v)
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         forward = self._forward
-        self.regions.device_k[layer][forward.write_slots] = k[forward.write_tokens]
-        self.regions.device_v[layer][forward.write_slots] = v[forward.write_tokens]
+        if forward.plan.is_decode:
+            self.write_decoded(layer, k, v)
+            return
+        if len(forward.write_slots):
+            tokens = forward.write_tokens
+            for target, source in ((self.regions.device_k[layer], k), (self.regions.device_v[layer], v)):
+                target.index_copy_(0, forward.write_slots, source if tokens is None else source[tokens])
         forward.homes.write(layer, k, v, self._timeout_s)
 
-    def decode(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        q = q.contiguous()
+    def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> State:
+        if self._capturing_rows is not None:
+            return self._captured_attention(q, scale).run(q, self._device_pages(layer))
         self._plan_once(q, scale)
-        kv, table = self._kv[layer], self._forward.table
-        if kv is None or table is None:
-            return _merged(q, self._attend_device_side(layer, q))
-        q_host = torch.empty(q.shape, dtype=q.dtype, pin_memory=True)
-        q_host.copy_(q, non_blocking=True)
-        down = torch.cuda.Event()
-        down.record()
+        return self._device.run(q, self._device_pages(layer))
+
+    def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        forward, hand = self._forward, self._hand_over(q)
+        self._plan_once(q, scale)
+        rows, kv, table = forward.plan.tokens, self._kv[layer], forward.table
+        q, job = q[:rows], None
+        if table is not None:
+            hand.send(q)
         # Queued before the host waits for q, so that the GPU attends while the CPU does.
-        parts = self._attend_device_side(layer, q)
-        down.synchronize()
-        out, lse = (torch.empty(shape, pin_memory=True) for shape in (q.shape, q.shape[:2]))
-        job = self.regions.team.submit_paged_decode(q_host, kv, table, scale, out=out, lse=lse)
-        try:
-            job.wait(self._timeout_s)
-        except (TimeoutError, RuntimeError, ValueError) as error:
-            raise RuntimeError(f"{self._forward.plan.who}, layer {layer}, region C: {error}") from error
-        return _merged(q, [*parts, (out.cuda(non_blocking=True), lse.cuda(non_blocking=True))])
+        if forward.in_place:
+            self._in_place.run(q, self.regions.arena.zero_copy_layer(layer), hand.transferred(rows))
+        elif forward.tiles:
+            self._attend_tiles(layer, q, hand.transferred(rows))
+        if kv is not None and table is not None:
+            out, lse = (part[:rows] for part in hand.to_compute(forward.rows))
+            job = self.regions.team.submit_paged_decode(
+                hand.arrived(rows), kv, table, scale, out=out, lse=lse
+            )
+        if forward.tiles:
+            forward.stream.read()
+        if job is not None:
+            self._collect(job, layer)
+            hand.receive(forward.rows)
+
+    def _attend_tiles(self, layer: int, q: torch.Tensor, into: State) -> None:
+        """Attend every P tile of this layer; the last one's buffer is still to be given back."""
+        if len(self._forward.tiles) == 1:
+            self._forward.tiles[0].run(q, self._next_tile(layer, 0), into)
+            return
+        parts: list[State] = []
+        for index, attention in enumerate(self._forward.tiles):
+            if index:
+                self._forward.stream.read()
+            parts = fold([*parts, attention.run(q, self._next_tile(layer, index))])
+        merge(into[0], parts, into[1])
+
+    def decode_merge(self, state: State, out: torch.Tensor) -> None:
+        hand, rows = self._hand_over(out), len(out)
+        merge(out, [state, hand.transferred(rows), hand.computed(rows)])
+
+    def _hand_over(self, q: torch.Tensor) -> HandOver:
+        if self._hand is None:
+            self._hand = HandOver(len(self._decode_slots), q.shape[1], q.shape[2], q.dtype)
+        return self._hand
+
+    def _captured_attention(self, q: torch.Tensor, scale: float) -> PagedAttention:
+        """Attention over D for decodes of this many rows. Planned in the warm-up, for one token each, before the capture."""
+        rows, sizes = len(q), self.regions.sizes
+        if rows not in self._captured:
+            self._geometry = self._geometry_of(q, scale)
+            attention = PagedAttention(self._workspace, "NHD", graph=(rows, rows * sizes.device_tensor_pages))
+            ones = np.ones(rows, dtype=np.int32)
+            attention.plan(self._geometry, PagedLists(ones, ones, np.zeros(rows, dtype=np.int32), ones))
+            self._captured[rows] = attention
+        return self._captured[rows]
+
+    def _plan_replay(self, forward: _Forward) -> None:
+        """Plan the attention over D that the graph holds. Rows that only fill it up attend one token of the padding page."""
+        lists = self._device_lists(forward)
+        spare = np.ones(forward.rows - len(lists.row_counts), dtype=np.int32)
+        filled = PagedLists(
+            np.concatenate((lists.row_counts, spare)),
+            np.concatenate((lists.page_counts, spare)),
+            np.concatenate((lists.pages, 0 * spare)),
+            np.concatenate((lists.last_page_tokens, spare)),
+        )
+        assert self._geometry is not None
+        self._captured[forward.rows].plan(self._geometry, filled)
 
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        self._plan_once(q, scale)
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
         q = q.contiguous()
-        chunk = self._chunk.run(q, k.contiguous(), v.contiguous())
-        return _merged(q, [chunk, *self._attend_device_side(layer, q)])
+        self._plan_once(q, scale)
+        parts = [self._chunk.run(q, k.contiguous(), v.contiguous())]
+        if not self._device.empty:
+            parts.append(self._device.run(q, self._device_pages(layer)))
+        for index, attention in enumerate(self._forward.tiles):
+            parts = fold([*parts, attention.run(q, self._next_tile(layer, index))])
+            self._forward.stream.read()
+        merge(out, parts)
 
     def _plan_once(self, q: torch.Tensor, scale: float) -> None:
-        forward, shape = self._forward, self.regions.shape
+        forward = self._forward
         if forward.planned:
             return
         forward.planned = True
-        geometry = Geometry(
-            q.shape[1], shape.kv_heads, shape.head_dim, shape.page_size, q.dtype, shape.dtype, scale
-        )
+        geometry = self._geometry_of(q, scale)
         if not forward.plan.is_decode:
-            self._chunk.plan(geometry, [len(rows) for rows in forward.row_ranges])
-        places, last = self._device_pages(forward.plan)
-        self._device.plan(geometry, places, last, forward.row_ranges, len(q))
+            self._chunk.plan(geometry, forward.row_counts.tolist())
+        if not forward.replayed:
+            self._device.plan(geometry, self._device_lists(forward))
+        if forward.in_place:
+            self._in_place.plan(geometry, self._in_place_lists(forward))
+        if forward.plan.is_decode:
+            self._hand_over(q).begin(
+                forward.rows,
+                forward.plan.tokens,
+                computed=forward.table is not None,
+                transferred=forward.in_place or bool(forward.stream.tiles),
+            )
         used = {"NHD": 0, "HND": 0}
         for tile in forward.stream.tiles:
             layout = "HND" if tile.role == ROLE_COMPUTE else "NHD"
             attention = self._attention_for(layout, used[layout])
             used[layout] += 1
-            pages: list[list[int]] = [[] for _ in forward.row_ranges]
-            for request, own in tile.readers:
-                pages[request] = own.tolist()
-            attention.plan(geometry, pages, [shape.page_size] * len(pages), forward.row_ranges, len(q))
+            attention.plan(geometry, self._tile_lists(forward, tile))
             forward.tiles.append(attention)
+
+    def _geometry_of(self, q: torch.Tensor, scale: float) -> Geometry:
+        shape = self.regions.shape
+        return Geometry(
+            q.shape[1], shape.kv_heads, shape.head_dim, shape.page_size, q.dtype, shape.dtype, scale
+        )
 
     def _attention_for(self, layout: str, index: int) -> PagedAttention:
         pool = self._tile_attention[layout]
@@ -200,80 +305,52 @@ class CudaExecutor(Executor):
             pool.append(PagedAttention(self._workspace, layout))
         return pool[index]
 
-    def _device_pages(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
-        """Pages of the device tensor each request attends, and the tokens in its last one."""
-        size = self.regions.sizes.page_size
-        pages = [(reads.device_slots[::size] // size).tolist() for reads in plan.reads]
-        last = [(len(reads.device_slots) - 1) % size + 1 for reads in plan.reads]
-        return pages, last
+    def _device_lists(self, forward: _Forward) -> PagedLists:
+        reads, size = forward.plan.reads, self.regions.sizes.page_size
+        tokens = np.array([own.device_tokens for own in reads], dtype=np.int32)
+        pages = [own.device_pages for own in reads]
+        counts = np.array([len(own) for own in pages], dtype=np.int32)
+        return PagedLists(
+            forward.row_counts, counts, np.concatenate(pages).astype(np.int32), tokens - (counts - 1) * size
+        )
 
-    def _attend_device_side(self, layer: int, q: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        forward, shape, size = self._forward, self.regions.shape, self.regions.sizes.page_size
-        parts = []
-        if not self._device.empty:
-            paged = (-1, size, shape.kv_heads, shape.head_dim)
-            parts.append(
-                self._device.run(
-                    q, (self.regions.device_k[layer].view(paged), self.regions.device_v[layer].view(paged))
-                )
-            )
-        for tile, attention in zip(forward.stream.tiles, forward.tiles, strict=True):
-            buffer = forward.stream.ready(layer)
-            inner = (shape.kv_heads, size) if tile.role == ROLE_COMPUTE else (size, shape.kv_heads)
-            parts.append(attention.run(q, buffer.view(-1, 2, *inner, shape.head_dim)))
-            forward.stream.read()
-        return parts
+    def _in_place_lists(self, forward: _Forward) -> PagedLists:
+        pages = [own.transfer_pages for own in forward.plan.reads]
+        counts = np.array([len(own) for own in pages], dtype=np.int32)
+        rows = self.regions.arena.zero_copy_index(np.concatenate(pages))
+        full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
+        return PagedLists(forward.row_counts, counts, rows, full)
 
-    def end_forward(self) -> None:
-        for page in self._forward.plan.flush_pages:
-            ticket = self._submit_flush(page)
-            self.regions.homes.set_ticket([page], ticket)
-            self.regions.windows.begin_flush(page, ticket)
+    def _tile_lists(self, forward: _Forward, tile: Tile) -> PagedLists:
+        counts = np.zeros(len(forward.row_counts), dtype=np.int32)
+        for request, own in tile.readers:
+            counts[request] = len(own)
+        pages = np.concatenate([own.numpy() for _, own in tile.readers]).astype(np.int32)
+        full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
+        return PagedLists(forward.row_counts, counts, pages, full)
+
+    def _device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        paged = (-1, self.regions.sizes.page_size, self.regions.shape.kv_heads, self.regions.shape.head_dim)
+        return self.regions.device_k[layer].view(paged), self.regions.device_v[layer].view(paged)
+
+    def _next_tile(self, layer: int, index: int) -> torch.Tensor:
+        """Tile `index` of this layer as FlashInfer takes it, valid for what the current stream does from now on."""
+        shape, size = self.regions.shape, self.regions.sizes.page_size
+        computed = self._forward.stream.tiles[index].role == ROLE_COMPUTE
+        inner = (shape.kv_heads, size) if computed else (size, shape.kv_heads)
+        return self._forward.stream.ready(layer).view(-1, 2, *inner, shape.head_dim)
 
     def _submit_flush(self, page: int) -> Ticket:
-        regions, stream = self.regions, self._flush_stream
-        computed = regions.homes.role_of(page) == ROLE_COMPUTE
-        window, home = regions.device_kv[:, :, regions.window_rows(page)], regions.arena.page_bytes_view(page)
-        packed = (window.transpose(2, 3) if computed else window).flatten(2)
-        ready = torch.cuda.Event()
-        ready.record()
-        packed.record_stream(stream)
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                stream.wait_event(ready)
-                bounce = torch.empty(home.shape, dtype=home.dtype, pin_memory=True) if computed else home
-                for layer in range(len(home)):
-                    bounce[layer].copy_(packed[layer], non_blocking=True)
-                stream.synchronize()
-            if computed:
-                home.copy_(bounce)
-
-        return self._flush.submit(copy, f"flush of page {page} to {'C' if computed else 'T'}")
+        return self._flusher.submit(page)
 
     def drain(self) -> None:
         torch.cuda.synchronize()
-        for queue in self._queues:
-            queue.submit(lambda: None, f"drain of the {queue.name} queue").wait(self._timeout_s, "drain")
-        self.acknowledge()
-
-    def close(self) -> None:
-        self._finalizer()
+        super().drain()
 
 
-def _merged(q: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """All parts as one fp32 result; none gives zeros."""
-    if not parts:
-        return torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    (first, first_lse), rest = parts[0], parts[1:]
-    out, lse = first.float().contiguous(), first_lse.contiguous()
-    for index in range(0, len(rest), 2):
-        merge_into(
-            out, lse, *((part.contiguous(), base.contiguous()) for part, base in rest[index : index + 2])
-        )
-    return out
+def _no_transfers() -> dict[str, TransferTimings]:
+    return {kind: TransferTimings(0, 0.0, 0.0) for kind in ("decode", "extend")}
 
 
-def _close_queues(queues: tuple[WorkQueue, ...]) -> None:
-    for queue in queues:
-        queue.close()
+def _to_gpu(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values).pin_memory().cuda(non_blocking=True)

@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
-from sglang_inplacekv.executors.tile_stream import adjacent_runs, plan_tiles
+from sglang_inplacekv.executors.dma import CopyBatch
+from sglang_inplacekv.executors.tile_stream import Tile, adjacent_runs, plan_tiles
 from sglang_inplacekv.layout import ROLE_COMPUTE
+from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
+from sglang_inplacekv.tickets import Ticket
+
+
+@dataclass(frozen=True)
+class TransferTimings:
+    """What the tiles of one forward cost. transfer_s without exposed_s was hidden behind other work of the GPU."""
+
+    bytes: int
+    transfer_s: float  # all copies, each from its own start
+    exposed_s: float  # what the attention stream stood still for them
+
+    def plus(self, other: TransferTimings) -> TransferTimings:
+        return TransferTimings(
+            self.bytes + other.bytes, self.transfer_s + other.transfer_s, self.exposed_s + other.exposed_s
+        )
+
+
+class EventPool:
+    """Events with clocks, for the scheduler's thread: making one costs more than recording it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def take(self) -> torch.cuda.Event:
+        # Blocking: a thread that waits for a copy leaves its core to the attention team.
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def give_back(self, events: list[torch.cuda.Event]) -> None:
+        self._free += events
+        events.clear()
+
+
+_EVENTS = EventPool()
 
 
 class CudaTileStream:
     """`ready` makes the current stream wait for the next tile and returns it; `read` hands its buffer to the copy after next.
 
-    T pages cross straight from their pinned homes. C pages (of a prefill) are pageable: the CPU team copies them into a pinned
-    bounce buffer first.
+    T pages cross straight from their pinned homes, one batch of copies a tile, issued by the caller. C pages (of a prefill)
+    are pageable: the CPU team copies them into a pinned bounce buffer first. A stream that has any is issued by the thread of
+    `queue`, all of it so that the order holds, and the caller waits until a tile's copy has been issued, never for the copy.
+
+    Not `timed` saves two event records a tile and layer. `timings` is due after the forward either way.
     """
 
     def __init__(
@@ -26,58 +67,135 @@ class CudaTileStream:
         buffers: Sequence[torch.Tensor],
         bounce: Sequence[torch.Tensor],
         plan: StepPlan,
+        queue: WorkQueue,
+        timed: bool = True,
+        tiles: list[Tile] | None = None,
     ) -> None:
         self._regions, self._stream, self._buffers, self._bounce = regions, stream, buffers, bounce
-        self.tiles = plan_tiles(plan, regions.sizes)
-        self._runs = [adjacent_runs(tile.pages, regions.sizes) for tile in self.tiles]
+        self._queue, self._timed, self._who = queue, timed, plan.who
+        self.tiles = plan_tiles(plan, regions.sizes) if tiles is None else tiles
+        self._queued = any(tile.role == ROLE_COMPUTE for tile in self.tiles)
+        self._batches = [self._batch(tile) for tile in self.tiles]
+        self._runs = [
+            adjacent_runs(tile.pages, regions.sizes) if tile.role == ROLE_COMPUTE else []
+            for tile in self.tiles
+        ]
         self._total = len(self.tiles) * regions.shape.layers
+        self._issued: list[Ticket] = []  # of queued streams: the copy is on the stream, its event recorded
+        self._taken: list[torch.cuda.Event] = []
+        self._begun: list[torch.cuda.Event] = []
         self._copied: list[torch.cuda.Event] = []
+        self._wanted: list[torch.cuda.Event] = []  # the attention stream comes to the tile
         self._next = 0
-        begun = torch.cuda.Event()
-        begun.record()
-        for _ in buffers:
-            self._issue(begun)
+        if self._total:
+            begun = self._event()
+            begun.record()
+            for _ in buffers:
+                self._submit(begun)
+
+    def _batch(self, tile: Tile) -> CopyBatch:
+        """Copies of layer 0 into a buffer at address 0; a C tile's from a bounce buffer at address 0."""
+        if tile.role == ROLE_COMPUTE:
+            origin = np.zeros(1, dtype=np.uint64)
+            return CopyBatch(origin, origin, origin + np.uint64(self._nbytes(tile)))
+        homes, places, sizes = self._regions.arena.copy_runs(tile.pages)
+        return CopyBatch(places, homes, sizes)
+
+    def _nbytes(self, tile: Tile) -> int:
+        return len(tile.pages) * self._regions.arena.page_stride
+
+    def _event(self) -> torch.cuda.Event:
+        self._taken.append(_EVENTS.take())
+        return self._taken[-1]
 
     def ready(self, layer: int) -> torch.Tensor:
-        if self._next // len(self.tiles) != layer:
-            raise RuntimeError(f"layer {layer} asks for tile {self._next} of {len(self.tiles)} a layer")
-        torch.cuda.current_stream().wait_event(self._copied[self._next])
-        return self._buffers[self._next % 2]
+        """The next tile's buffer, [tile_pages, 2, block], valid for what the current stream does from now on."""
+        index = self._next
+        if index // len(self.tiles) != layer:
+            raise RuntimeError(f"layer {layer} asks for tile {index} of {len(self.tiles)} a layer")
+        if self._queued:
+            self._issued[index].wait(self._regions.config.wait_timeout_s, f"{self._who}, layer {layer},")
+        current = torch.cuda.current_stream()
+        if self._timed:
+            self._wanted.append(self._event())
+            self._wanted[-1].record(current)
+        current.wait_event(self._copied[index])
+        return self._buffers[index % 2]
 
     def read(self) -> None:
+        """The current stream has been given all that reads the tile of the last `ready`."""
         self._next += 1
-        reader = torch.cuda.Event()
-        reader.record()
-        self._issue(reader)
+        if len(self._copied) < self._total:
+            reader = self._event()
+            reader.record()
+            self._submit(reader)
 
-    def _issue(self, after: torch.cuda.Event) -> None:
+    def _submit(self, after: torch.cuda.Event) -> None:
         index = len(self._copied)
         if index >= self._total:
             return
+        # Taken here and recorded there: the lists and the pool belong to the caller's thread.
+        self._copied.append(self._event())
+        if self._timed:
+            self._begun.append(self._event())
+        if not self._queued:
+            self._issue(index, after)
+            return
         layer, part = divmod(index, len(self.tiles))
-        buffer, bounce = self._buffers[index % 2], None
-        if self.tiles[part].role == ROLE_COMPUTE:
-            bounce = self._fill_bounce(index, layer, part)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            if bounce is not None:
-                count = len(self.tiles[part].pages)
-                buffer[:count].copy_(bounce[:count], non_blocking=True)
-            else:
-                for chunk, slot, place, count in self._runs[part]:
-                    source = self._regions.arena.raw_pages(chunk, layer)[slot : slot + count]
-                    buffer[place : place + count].copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._copied.append(copied)
+        region = "C" if self.tiles[part].role == ROLE_COMPUTE else "T"
+        what = f"the copy of region {region}, tile {part}, layer {layer}"
+        self._issued.append(self._queue.submit(partial(self._issue, index, after), what))
 
-    def _fill_bounce(self, index: int, layer: int, part: int) -> torch.Tensor:
-        if index >= 2:
-            self._copied[index - 2].synchronize()
-        bounce = self._bounce[index % 2]
+    def _issue(self, index: int, after: torch.cuda.Event) -> None:
+        """Queue the copy of tile `index` behind `after`, the last reader of its buffer."""
+        layer, part = divmod(index, len(self.tiles))
+        source = layer * self._regions.arena.layer_stride
+        if self._queued:
+            torch.cuda.set_device(self._stream.device)
+        if self.tiles[part].role == ROLE_COMPUTE:
+            # Copies before `after` have ended with it, those of the stream before this one included.
+            (after if index < 2 else self._copied[index - 2]).synchronize()
+            source = self._fill_bounce(self._bounce[index % 2], layer, part)
+        self._stream.wait_event(after)
+        if self._timed:
+            self._begun[index].record(self._stream)
+        self._batches[part].issue(self._stream, source, self._buffers[index % 2].data_ptr())
+        self._copied[index].record(self._stream)
+
+    def _fill_bounce(self, bounce: torch.Tensor, layer: int, part: int) -> int:
         pairs = [
             (bounce[place : place + count], self._regions.arena.raw_pages(chunk, layer)[slot : slot + count])
             for chunk, slot, place, count in self._runs[part]
         ]
         self._regions.team.submit_copy(pairs).wait(self._regions.config.wait_timeout_s)
-        return bounce
+        return bounce.data_ptr()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the GPU is past every tile that was asked for, so that `timings` waits for nothing."""
+        if self._next < self._total:
+            return False
+        return not self._total or (self._copied[-1].query() and (not self._timed or self._wanted[-1].query()))
+
+    def timings(self) -> TransferTimings | None:
+        """Read the clocks and give the events back, once, after the forward; None unless `timed`.
+
+        Waits for the last tile read, if the GPU is not there yet.
+        """
+        result = None
+        if self._timed:
+            done = range(len(self._wanted))
+            if done:
+                self._copied[done[-1]].synchronize()
+                self._wanted[done[-1]].synchronize()
+            transfer_ms = sum(self._begun[k].elapsed_time(self._copied[k]) for k in done)
+            # Negative where the copy had ended before the attention came to it.
+            exposed_ms = sum(max(0.0, self._wanted[k].elapsed_time(self._copied[k])) for k in done)
+            nbytes = sum(self._nbytes(self.tiles[k % len(self.tiles)]) for k in done)
+            result = TransferTimings(nbytes, transfer_ms / 1e3, exposed_ms / 1e3)
+        for events in (self._begun, self._copied, self._wanted):
+            events.clear()
+        # A forward that was cut short leaves copies to come: their events are not reused.
+        if self._next == self._total:
+            _EVENTS.give_back(self._taken)
+        return result

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 from sglang_inplacekv.layout import WORKSPACE_BYTES_CUDA
 
 # fa2 serves decode (one query row) and prefill alike, in both KV layouts, and returns base-2 LSE.
-_KERNEL = "fa2"
+_PAGED_KERNEL = "fa2"
+# What SGLang's own FlashInfer backend asks for the chunk: fa3 where there is one.
+_CHUNK_KERNEL = "auto"
 
 
 @dataclass(frozen=True)
@@ -25,43 +28,65 @@ class Geometry:
     scale: float
 
 
+@dataclass(frozen=True)
+class PagedLists:
+    """What one planned call attends: per request its query rows, its pages and the tokens in its last page."""
+
+    row_counts: np.ndarray  # [requests] int32
+    page_counts: np.ndarray  # [requests] int32
+    pages: np.ndarray  # [sum(page_counts)] int32, places in the buffer
+    last_page_tokens: np.ndarray  # [requests] int32
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        parts = (self.row_counts, self.page_counts, self.pages, self.last_page_tokens)
+        return tuple(part.tobytes() for part in parts)
+
+
 class PagedAttention:
     """One planned call: some requests' queries over their pages in one buffer, no causal mask.
 
-    Requests without pages are left out, since an empty KV list has no defined result in the kernel; `rows` says whose
-    query rows take part.
+    Requests without pages are left out, since an empty KV list has no defined result in the kernel. With `graph` (rows,
+    pages) the call is for exactly so many requests of one row each and up to so many pages, and a CUDA graph may capture it.
     """
 
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=_KERNEL)
-        self.rows: torch.Tensor | None = None  # int64 on the GPU, None: all rows
+    def __init__(self, workspace: torch.Tensor, layout: str, graph: tuple[int, int] | None = None) -> None:
+        fixed = {}
+        if graph is not None:
+            rows, pages = graph
+            sizes = {
+                "qo_indptr_buf": rows + 1,
+                "paged_kv_indptr_buf": rows + 1,
+                "paged_kv_indices_buf": pages,
+                "paged_kv_last_page_len_buf": rows,
+            }
+            fixed = {name: torch.zeros(n, dtype=torch.int32, device="cuda") for name, n in sizes.items()}
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            workspace, layout, use_cuda_graph=graph is not None, backend=_PAGED_KERNEL, **fixed
+        )
+        self._rows: torch.Tensor | None = None  # int64 on the GPU, whose query rows take part; None: all
+        self._planned: tuple | None = None
         self.empty = True
 
-    def plan(
-        self,
-        geometry: Geometry,
-        pages: Sequence[Sequence[int]],
-        last_page_tokens: Sequence[int],
-        row_ranges: Sequence[range],
-        rows: int,
-    ) -> None:
-        """pages[r]: request r's pages in the buffer, all full but the last; row_ranges[r]: its query rows of `rows`."""
-        taking = [r for r, own in enumerate(pages) if len(own)]
-        self.empty = not taking
+    def plan(self, geometry: Geometry, lists: PagedLists) -> None:
+        """Prepare for `lists`; free of cost if it is what was planned last, as for a tile from one step to the next."""
+        key = (geometry, *lists.key)
+        if key == self._planned:
+            return
+        self._planned = None
+        taking = lists.page_counts > 0
+        self.empty = not taking.any()
         if self.empty:
             return
-        lengths = [len(row_ranges[r]) for r in taking]
-        counts = [len(pages[r]) for r in taking]
-        whole = sum(lengths) == rows
-        index = [row for r in taking for row in row_ranges[r]]
-        self.rows = (
-            None if whole else torch.tensor(index, dtype=torch.int64, pin_memory=True).cuda(non_blocking=True)
-        )
+        self._rows = None
+        if not taking.all():
+            rows = np.flatnonzero(np.repeat(taking, lists.row_counts))
+            self._rows = torch.from_numpy(rows).pin_memory().cuda(non_blocking=True)
         self._wrapper.plan(
-            _indptr(lengths),
-            _indptr(counts),
-            torch.tensor([page for r in taking for page in pages[r]], dtype=torch.int32).cuda(),
-            torch.tensor([last_page_tokens[r] for r in taking], dtype=torch.int32),
+            _indptr(lists.row_counts[taking]),
+            _indptr(lists.page_counts[taking]),
+            torch.from_numpy(lists.pages).pin_memory().cuda(non_blocking=True),
+            torch.from_numpy(lists.last_page_tokens[taking]),
             geometry.q_heads,
             geometry.kv_heads,
             geometry.head_dim,
@@ -71,31 +96,36 @@ class PagedAttention:
             q_data_type=geometry.q_dtype,
             kv_data_type=geometry.kv_dtype,
         )
+        self._planned = key
 
     def run(
-        self, q: torch.Tensor, kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) over all rows of q; rows that do not take part are zero and -inf."""
-        if self.rows is None:
-            return self._wrapper.run(q, kv, return_lse=True)
-        out, lse = self._wrapper.run(q[self.rows], kv, return_lse=True)
-        whole = out.new_zeros(q.shape)
-        whole_lse = lse.new_full(q.shape[:2], -torch.inf)
-        whole[self.rows] = out
-        whole_lse[self.rows] = lse
-        return whole, whole_lse
+        """Attend all rows of q; returns (out, lse), which are `into` if given. Rows that do not take part have lse -inf."""
+        out, lse = into or (q.new_zeros(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
+        if self._rows is None:
+            self._wrapper.run(q, kv, out=out, lse=lse, return_lse=True)
+            return out, lse
+        own_out, own_lse = self._wrapper.run(q[self._rows], kv, return_lse=True)
+        out.index_copy_(0, self._rows, own_out)
+        lse.fill_(-torch.inf).index_copy_(0, self._rows, own_lse)
+        return out, lse
 
 
 class ChunkAttention:
     """A prefill chunk over itself, causal, request by request."""
 
     def __init__(self, workspace: torch.Tensor) -> None:
-        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=_KERNEL)
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=_CHUNK_KERNEL)
 
     def plan(self, geometry: Geometry, lengths: Sequence[int]) -> None:
+        first = _indptr(np.array(lengths, dtype=np.int32))
         self._wrapper.plan(
-            _indptr(lengths),
-            _indptr(lengths),
+            first,
+            first,
             geometry.q_heads,
             geometry.kv_heads,
             geometry.head_dim,
@@ -113,9 +143,5 @@ def make_workspace() -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES_CUDA, dtype=torch.uint8, device="cuda")
 
 
-def _indptr(counts: Sequence[int]) -> torch.Tensor:
-    total, out = 0, [0]
-    for count in counts:
-        total += count
-        out.append(total)
-    return torch.tensor(out, dtype=torch.int32)
+def _indptr(counts: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
+
+State = tuple[torch.Tensor, torch.Tensor]
+MAX_PARTS = 3
+_ROWS = 8  # states of one head handled by one program
 
 
 @triton.jit
@@ -15,45 +21,81 @@ def _fold(out, lse, part, part_lse):
     weight, part_weight = tl.exp2(lse - anchor), tl.exp2(part_lse - anchor)
     total = weight + part_weight
     scale = tl.where(total > 0, 1.0 / total, 0.0)
-    return out * (weight * scale) + part * (part_weight * scale), tl.log2(total) + anchor
+    return out * (weight * scale)[:, None] + part * (part_weight * scale)[:, None], tl.log2(total) + anchor
 
 
 @triton.jit
-def _merge(out, lse, out_a, lse_a, out_b, lse_b, head_dim, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+def _merge(
+    out,
+    lse,
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    out_c,
+    lse_c,
+    rows,
+    head_dim,
+    PARTS: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = column < head_dim
-    place = row * head_dim + column
-    value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(lse + row)
-    part = tl.load(out_a + place, mask=inside, other=0.0).to(tl.float32)
-    value, weight = _fold(value, weight, part, tl.load(lse_a + row))
-    if PARTS == 3:
+    real = row < rows
+    inside = real[:, None] & (column < head_dim)[None, :]
+    place = row.to(tl.int64)[:, None] * head_dim + column[None, :]
+    value = tl.load(out_a + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(lse_a + row, mask=real, other=-float("inf"))
+    if PARTS >= 2:
         part = tl.load(out_b + place, mask=inside, other=0.0).to(tl.float32)
-        value, weight = _fold(value, weight, part, tl.load(lse_b + row))
-    tl.store(out + place, value, mask=inside)
-    tl.store(lse + row, weight)
+        value, weight = _fold(value, weight, part, tl.load(lse_b + row, mask=real, other=-float("inf")))
+    if PARTS >= 3:
+        part = tl.load(out_c + place, mask=inside, other=0.0).to(tl.float32)
+        value, weight = _fold(value, weight, part, tl.load(lse_c + row, mask=real, other=-float("inf")))
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+    if STORE_LSE:
+        tl.store(lse + row, weight, mask=real)
 
 
-def merge_into(out: torch.Tensor, lse: torch.Tensor, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Merge one or two more states into `out`, `lse`, in place.
+def merge(out: torch.Tensor, parts: Sequence[State], lse: torch.Tensor | None = None) -> None:
+    """Merge up to three partial states into `out` and, if given, `lse`; none gives zeros.
 
-    out [rows, heads, head_dim] fp32 and lse [rows, heads] fp32, contiguous; parts of the same shapes, any float dtype for
-    their out. An empty state has lse -inf and finite out.
+    out [rows, heads, head_dim] contiguous, any float dtype; each part has out of the same shape, any float dtype, and lse
+    [rows, heads] fp32, both contiguous. An empty state has lse -inf and finite out. Accumulates in fp32.
     """
-    if not 1 <= len(parts) <= 2:
-        raise ValueError(f"one or two parts can be merged at a time, got {len(parts)}")
-    (out_a, lse_a), (out_b, lse_b) = parts[0], parts[-1]
-    rows, head_dim = lse.numel(), out.shape[-1]
+    if parts:
+        _launch(out, lse, parts)
+        return
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+
+
+def fold(parts: list[State]) -> list[State]:
+    """`parts` as they are while one more may join them, else merged into one fp32 state."""
+    if len(parts) < MAX_PARTS:
+        return parts
+    state = (torch.empty_like(parts[0][0], dtype=torch.float32), torch.empty_like(parts[0][1]))
+    _launch(*state, parts)
+    return [state]
+
+
+def _launch(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[State]) -> None:
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"at most {MAX_PARTS} states can be merged at a time, got {len(parts)}")
+    padded = [*parts, *[parts[0]] * (MAX_PARTS - len(parts))]
+    rows, head_dim = parts[0][1].numel(), out.shape[-1]
     if rows:
-        _merge[(rows,)](
+        _merge[(triton.cdiv(rows, _ROWS),)](
             out,
-            lse,
-            out_a,
-            lse_a,
-            out_b,
-            lse_b,
+            parts[0][1] if lse is None else lse,
+            *(tensor for part in padded for tensor in part),
+            rows,
             head_dim,
-            PARTS=1 + len(parts),
+            PARTS=len(parts),
+            STORE_LSE=lse is not None,
+            ROWS=_ROWS,
             BLOCK=triton.next_power_of_2(head_dim),
         )

@@ -89,6 +89,9 @@ def _collect() -> None:
     # The imported modules alone take half a second to walk; the first call puts them aside.
     if not gc.get_freeze_count():
         gc.freeze()
+    if torch.cuda.is_initialized():
+        # The next server sizes its pools by what the driver says is free.
+        torch.cuda.empty_cache()
 
 
 def _file_rendezvous(folder: str):

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 
+from .dummy_weights import scaled_dummy_weights
 from .in_process import InProcessScheduler
 from .lifecycle import environment, forced_retraction, live_scheduler, torch_threads
 from .requests import Handle, Result, tokenized
@@ -26,7 +27,8 @@ class Runner:
 
     `retract_every=n` retracts running requests every n forward passes. `max_total_tokens=None`
     leaves the size of the KV pool to SGLang. `torch_threads` is also the default of OpenMP code
-    called from the scheduler's thread. Other keywords are fields of SGLang's ServerArgs.
+    called from the scheduler's thread. With `dummy_std` the weights are not loaded but drawn, see
+    `scaled_dummy_weights`. Other keywords are fields of SGLang's ServerArgs.
     """
 
     def __init__(
@@ -41,12 +43,17 @@ class Runner:
         disable_radix_cache: bool = False,
         retract_every: int | None = None,
         torch_threads: int = 1,
+        dummy_std: float | None = None,
+        dummy_seed: int = 0,
         env: dict[str, str] | None = None,
         **server_args,
     ) -> None:
         self._env = STRICT_CHECKS | (env or {})
         self._retract_every = retract_every
         self._torch_threads = torch_threads
+        self._dummy_std, self._dummy_seed = dummy_std, dummy_seed
+        if dummy_std is not None:
+            server_args = {"load_format": "dummy"} | server_args
         self._args = {
             "model_path": str(model_path),
             "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -71,6 +78,8 @@ class Runner:
             stack.enter_context(environment(self._env))
             stack.enter_context(torch_threads(self._torch_threads))
             stack.enter_context(forced_retraction(self._retract_every))
+            if self._dummy_std is not None:
+                stack.enter_context(scaled_dummy_weights(self._dummy_seed, self._dummy_std))
             self._scheduler = stack.enter_context(live_scheduler(self._args))
             self._stack = stack.pop_all()
         return self

@@ -61,6 +61,7 @@ class Simulation:
         layers: int = 2,
         jitter: bool = True,
         device: str = "cpu",
+        transfer: str = "dma",
     ) -> None:
         self.device = device
         self.tolerance = 2e-5 if device == "cpu" else 2e-2
@@ -73,7 +74,11 @@ class Simulation:
             device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size
         )
         config = InplaceConfig(
-            cpu_share=share, poison=True, jitter_seed=seed if jitter else None, wait_timeout_s=30
+            cpu_share=share,
+            transfer=transfer,
+            poison=True,
+            jitter_seed=seed if jitter else None,
+            wait_timeout_s=30,
         )
         self.team = cpu_attn.Executor(threads=2)
         self.regions = Regions(config, self.shape, sizes, self.team, device)
@@ -125,7 +130,6 @@ class Simulation:
         spans = [
             Span(
                 r.name,
-                r.row,
                 np.array(r.pages[: -(-(r.length + n) // self.page_size)]),
                 r.length,
                 r.length + n,
@@ -151,10 +155,12 @@ class Simulation:
         )
         on_device = [t.to(self.device) for t in (q, k, v)]
         self.executor.write_layer(layer, *on_device[1:])
+        out = torch.empty_like(on_device[0])
         if is_decode:
-            out = self.executor.decode(layer, on_device[0], self.scale).cpu()
+            self.executor.decode(layer, on_device[0], self.scale, out)
         else:
-            out = self.executor.extend(layer, *on_device, self.scale).cpu()
+            self.executor.extend(layer, *on_device, self.scale, out)
+        out = out.cpu()
         first = 0
         for request, tokens in work:
             wanted = dense_attention(

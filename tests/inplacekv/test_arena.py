@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +146,7 @@ def test_maps_exactly_the_budget_and_touches_all_of_it(team: cpu_attn.Executor) 
     assert arena.nbytes == 800 * SHAPE.page_bytes
     # Another allocation of this process may come or go meanwhile: 1/20 of the arena is allowed for.
     assert grown > arena.nbytes * 0.95, f"{grown} of {arena.nbytes} bytes are resident"
+    assert grown < arena.nbytes * 1.05, "the gaps of the short last chunk were touched"
     del arena
     gc.collect()
     assert resident_bytes() - before < 800 * SHAPE.page_bytes * 0.05, "the arena outlived its owner"
@@ -172,3 +175,42 @@ def test_chunk_of_one_layer_is_contiguous(team: cpu_attn.Executor) -> None:
     arena = HostArena(SHAPE, SIZES, team)
     pages = arena.raw_pages(0, 2)
     assert pages.is_contiguous() and pages.shape == (320, 2, SHAPE.block_bytes // 4)
+
+
+def test_addresses_are_affine_over_all_chunks(team: cpu_attn.Executor) -> None:
+    arena = HostArena(SHAPE, SIZES, team)
+    pages = np.array([5, 6, 7, 324, 325, 644, 645, 650, 649, 804])
+    rows = arena.zero_copy_index(pages)
+    assert rows.dtype == np.int32
+    for layer in range(SHAPE.layers):
+        base = arena.raw_pages(0, layer).data_ptr()
+        wanted = [arena.page_bytes_view(page)[layer].data_ptr() for page in pages]
+        assert (base + rows.astype(np.int64) * arena.page_stride).tolist() == wanted
+        assert base == arena.raw_pages(0, 0).data_ptr() + layer * arena.layer_stride
+        assert all(arena.raw_pages(chunk, layer).is_contiguous() for chunk in range(3))
+
+
+def test_runs_of_pages_are_one_copy_each(team: cpu_attn.Executor) -> None:
+    arena = HostArena(SHAPE, SIZES, team)
+    # 324 | 325 is the border of two chunks.
+    homes, offsets, sizes = arena.copy_runs(np.array([5, 6, 7, 324, 325, 645, 646, 648, 647]))
+    first = [5, 324, 325, 645, 648, 647]
+    assert homes.tolist() == [arena.page_bytes_view(page).data_ptr() for page in first]
+    assert (offsets // arena.page_stride).tolist() == [0, 3, 4, 5, 7, 8]
+    assert (sizes // arena.page_stride).tolist() == [3, 1, 1, 2, 1, 1]
+    assert [len(part) for part in arena.copy_runs(np.empty(0, dtype=np.int64))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_chunks_share_no_system_page(team: cpu_attn.Executor, page_size: int) -> None:
+    """Each is pinned by itself, so none may reach into another, whatever the size of a page."""
+    shape = KVShape(layers=3, kv_heads=1, head_dim=80, dtype=torch.bfloat16, page_size=page_size)
+    sizes = RegionSizes(1, 2, 23, 5, 2, page_size)
+    arena = HostArena(shape, sizes, team)
+    assert arena.nbytes == 23 * shape.page_bytes
+    for page in range(2, 25):
+        arena.page_bytes_view(page).fill_(page)
+    for page in range(2, 25):
+        assert bool((arena.page_bytes_view(page) == page).all())
+    starts = [arena.raw_pages(chunk, 0).data_ptr() for chunk in range(5)]
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)

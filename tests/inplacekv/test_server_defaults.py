@@ -177,10 +177,12 @@ def test_backend_that_sglang_replaces(model: Path, monkeypatch: pytest.MonkeyPat
 def test_settings_that_never_passed_our_hook(model: Path) -> None:
     """What the scheduler process finds when the main process lost the hook."""
     args = server_args(
-        model, page_size=16, cuda_graph_backend_decode="disabled", cuda_graph_backend_prefill="disabled"
+        model, page_size=16, cuda_graph_backend_decode="full", cuda_graph_backend_prefill="disabled"
     )
     ServerArgs.resolve_once.__wrapped__(args)
-    with pytest.raises(ConfigError, match="^--disable-overlap-schedule: asked False, possible .* is True$"):
+    with pytest.raises(
+        ConfigError, match="^--cuda-graph-config: asked decode full, possible .* is decode disabled$"
+    ):
         server_defaults.check_settings(resolving_view(args))
     server_defaults.check_settings(resolving_view(resolve(model)))
 

@@ -10,13 +10,8 @@ from tests.inplacekv.simulation import Simulation
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
-@pytest.mark.parametrize("device_pages", [0, 7, 200])
-def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> None:
-    sim = Simulation(
-        share=share, device_pages=device_pages, host_pages=40, seed=1000 * device_pages + seed, device="cuda"
-    )
+def run(**settings) -> None:
+    sim = Simulation(device="cuda", **settings)
     try:
         for _ in range(60):
             sim.step()
@@ -25,3 +20,15 @@ def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> 
         sim.regions.check_integrity()
     finally:
         sim.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7, 200])
+def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> None:
+    run(share=share, device_pages=device_pages, host_pages=40, seed=1000 * device_pages + seed)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.37])
+def test_reading_transfer_pages_in_place_is_exact(share: float) -> None:
+    run(share=share, device_pages=7, host_pages=40, seed=5, transfer="zero-copy")

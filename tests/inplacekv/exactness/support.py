@@ -132,26 +132,40 @@ class Traffic:
     held: Counter = field(default_factory=Counter)  # the most tokens held at once during a decode step
     most_tiles: int = 0  # of one layer of one decode step
     mid_page_extends: int = 0
+    device_forwards: int = 0  # run by SGLang's own backend, all pages in D
     pending_reads: int = 0  # pages read while their write was under way
 
 
 def watch(runner: Runner) -> Traffic:
     pool, seen = runner.kv_pool, Traffic()
     begin = type(pool).begin_forward.__get__(pool)
+    begin_on_device = type(pool).begin_device_forward.__get__(pool)
 
-    def begin_forward(spans, is_decode):
-        plan = begin(spans, is_decode)
+    def held() -> None:
+        for region, tokens in pool.regions.tokens_by_region().items():
+            seen.held[region] = max(seen.held[region], tokens)
+
+    def begin_forward(spans, is_decode, graph_rows=None):
+        plan = begin(spans, is_decode, graph_rows)
         (seen.decode if is_decode else seen.extend).update(plan.attended_tokens(pool.page_size))
         seen.pending_reads += len(plan.pending)
         seen.mid_page_extends += sum(s.prefix % pool.page_size > 0 for s in spans if not is_decode)
         if is_decode:
-            for region, tokens in pool.regions.tokens_by_region().items():
-                seen.held[region] = max(seen.held[region], tokens)
+            held()
             tiles = plan_tiles(plan, pool.regions.sizes)
             seen.most_tiles = max(seen.most_tiles, sum(t.role == ROLE_TRANSFER for t in tiles))
         return plan
 
-    pool.begin_forward = begin_forward
+    def begin_device_forward(spans, is_decode):
+        begin_on_device(spans, is_decode)
+        seen.device_forwards += 1
+        read = sum(s.length if is_decode else s.prefix for s in spans)
+        (seen.decode if is_decode else seen.extend).update({"D": read})
+        seen.mid_page_extends += sum(s.prefix % pool.page_size > 0 for s in spans if not is_decode)
+        if is_decode:
+            held()
+
+    pool.begin_forward, pool.begin_device_forward = begin_forward, begin_device_forward
     return seen
 
 

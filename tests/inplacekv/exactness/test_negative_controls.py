@@ -47,19 +47,20 @@ def assert_noticed(expected: list[Result], results: list[Result]) -> None:
         compare(expected, results, tolerance=TOLERANCE)
 
 
-FIELDS = {"D": "device_slots", "C": "compute_pages", "T": "transfer_pages"}
+FIELDS = {"D": "device_pages", "C": "compute_pages", "T": "transfer_pages"}
 
 
 def misread(reads: Reads, region: str, fault: str) -> None:
     """Leave the first page of `region` out, read it twice, or read it as if it were in the other host region."""
-    field, unit = FIELDS[region], PAGE if region == "D" else 1
-    where = getattr(reads, field)
-    if len(where) <= unit:
+    pages = getattr(reads, FIELDS[region])
+    if len(pages) < 2:
         return
-    setattr(reads, field, np.concatenate((where, where[:unit])) if fault == "repeated" else where[unit:])
+    setattr(reads, FIELDS[region], np.concatenate((pages[:1], pages)) if fault == "repeated" else pages[1:])
+    if region == "D":
+        reads.device_tokens += PAGE if fault == "repeated" else -PAGE
     if fault == "wrong-layout":
         other = FIELDS["T" if region == "C" else "C"]
-        setattr(reads, other, np.concatenate((where[:unit], getattr(reads, other))))
+        setattr(reads, other, np.concatenate((pages[:1], getattr(reads, other))))
 
 
 @pytest.mark.parametrize("phase", ["decode", "extend"])

@@ -1,0 +1,1 @@
+"""One benchmark a module: `run(context)` adds rows to `context.part`."""

@@ -1,0 +1,25 @@
+"""The model measured: Qwen3-30B-A3B in its real shape, with drawn weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang_inplacekv.models import write_config
+
+KIND = "qwen3_30b_a3b"
+LAYERS = 48
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2 * LAYERS  # bf16 K and V of all layers
+CONTEXT_TOKENS = 131072
+
+
+def model_folder(out: Path, layers: int | None) -> Path:
+    """Write the model's config.json under `out`, with positions up to CONTEXT_TOKENS, and return its folder."""
+    folder = write_config(KIND, out / f"{KIND}-{layers or LAYERS}", layers=layers)
+    config = folder / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(
+        json.dumps(fields | {"max_position_embeddings": CONTEXT_TOKENS}, indent=2), encoding="utf-8"
+    )
+    return folder

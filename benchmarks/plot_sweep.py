@@ -1,0 +1,53 @@
+"""Draw docs/decode_sweep.svg: step time over the CPU share, measured and bound.
+
+python -m benchmarks.plot_sweep RESULTS [docs/decode_sweep.svg]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .bounds import Bounds
+from .results import read_parts, rows_of
+from .svg import COLOURS, Chart, ticks
+
+_BOUND_POINTS = 101
+
+
+def sweep_svg(rows: list[dict], bounds: Bounds) -> str:
+    """`rows` of benchmarks.cases.decode_sweep, spreads restored; one colour a shape, its bound dashed."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    top = ticks(max(row["step_ms"].most for row in rows))
+    chart = Chart("Spilled decode: step time over the CPU's share", (0.0, 1.0), (0.0, top[-1]))
+    chart.x_axis("share of the host's KV that the CPU attends", [i / 10 for i in range(11)])
+    chart.y_axis("ms a step", top)
+    entries = []
+    for colour, case in zip(COLOURS, cases):
+        own = sorted((row for row in rows if row["case"] == case), key=lambda row: row["effective_share"])
+        host_bytes = max(row["host_bytes"] for row in own)
+        shares = [i / (_BOUND_POINTS - 1) for i in range(_BOUND_POINTS)]
+        chart.curve([(s, bounds.step_ms(host_bytes, s)) for s in shares], colour, dashed=True)
+        chart.curve([(row["effective_share"], row["step_ms"].median) for row in own], colour)
+        for row in own:
+            step = row["step_ms"]
+            chart.dot(row["effective_share"], step.median, step.least, step.most, colour)
+        entries.append((case, colour))
+    chart.note(
+        f"dashed: KV bytes over bandwidth, link {bounds.link_joint:.0f} + CPU {bounds.cpu_joint:.0f} GB/s at once"
+    )
+    chart.legend(entries, 0.8, top[-1] * 0.96)
+    return chart.svg()
+
+
+def main() -> None:
+    source, *target = map(Path, sys.argv[1:])
+    parts = read_parts([source])
+    path = target[0] if target else Path("docs/decode_sweep.svg")
+    rows = rows_of(parts["decode_sweep"])
+    path.write_text(sweep_svg(rows, Bounds.of(parts.get("transfer", []))), encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

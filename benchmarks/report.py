@@ -1,0 +1,174 @@
+"""Put parts together, of one run or of several, and print the tables: `python -m benchmarks.report DIR [DIR ...]`.
+
+Each benchmark's parts become DIR/<benchmark>.json in the first folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .bounds import Bounds
+from .results import read_parts, rows_of, write_json
+from .servers import BENCHMARKS, OURS, STOCK
+from .tables import markdown, ratio
+
+
+def transfer(parts: dict[str, list[dict]]) -> str:
+    rows = rows_of(parts["transfer"])
+    copy = next((row["gbps"] for row in rows if row["what"] == "H2D copy alone"), None)
+    table = [(r["what"], r["gbps"], r["gbps"].median / copy.median if copy else None) for r in rows]
+    return (
+        markdown(("what", "GB/s", "of the long copy"), table) + f"\n\nBound: {Bounds.of(parts['transfer'])}."
+    )
+
+
+def fits(parts: dict[str, list[dict]]) -> str:
+    stock = {row["case"]: row for row in rows_of(parts["fits"], side=STOCK)}
+    ours = {row["case"]: row for row in rows_of(parts["fits"], side=OURS)}
+    table = []
+    for case in dict.fromkeys((*stock, *ours)):
+        theirs, own = (side[case]["step_ms"] if case in side else None for side in (stock, ours))
+        table.append((case, theirs, own, ratio(own, theirs) if own and theirs else None))
+    return markdown(("batch x context", "stock, ms a step", "ours, ms a step", "ours / stock"), table)
+
+
+def prefill(parts: dict[str, list[dict]]) -> str:
+    rows = rows_of(parts["prefill"])
+    stock = {row["tokens"]: row["tokens_per_s"] for row in rows if row["side"] == STOCK}
+    table = []
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        theirs = stock.get(row["tokens"])
+        against = ratio(row["tokens_per_s"], theirs) if theirs and row["side"] == OURS else None
+        hidden, exposed = (row.get(name) for name in ("hidden_s", "exposed_s"))
+        table.append(
+            (row["tokens"], row["side"], row["homes"], row["tokens_per_s"], against, hidden, exposed)
+        )
+    columns = ("tokens", "side", "homes", "tokens/s", "ours / stock", "hidden transfer, s", "exposed, s")
+    return markdown(columns, table)
+
+
+def _against_bound(name: str) -> Callable[[dict[str, list[dict]]], str]:
+    def table(parts: dict[str, list[dict]]) -> str:
+        bounds, rows = Bounds.of(parts.get("transfer", [])), rows_of(parts[name])
+        lines = []
+        for row in sorted(rows, key=lambda row: (row["case"], row["share"])):
+            own_ms = bounds.step_ms(row["host_bytes"], row["effective_share"])
+            best_ms = bounds.best_ms(row["host_bytes"])
+            gigabytes = row["host_bytes"] / 1e9
+            shares = (own_ms / row["step_ms"].median, best_ms / row["step_ms"].median)
+            lines.append(
+                (
+                    row["case"],
+                    row["share"],
+                    row["effective_share"],
+                    gigabytes,
+                    row["step_ms"],
+                    own_ms,
+                    *shares,
+                )
+            )
+        columns = (
+            "batch x context", "share", "effective", "host GB a step", "ms a step", "bound at this share, ms",
+            "of it", "of the joint bound",
+        )  # fmt: skip
+        return markdown(columns, lines) + f"\n\nBound: {bounds}."
+
+    return table
+
+
+def long(parts: dict[str, list[dict]]) -> str:
+    table = [
+        (
+            r["side"],
+            r["tokens"],
+            r["gpu_kv_bytes"] / 1e9,
+            r["outcome"],
+            r.get("first_token_s"),
+            r.get("step_ms"),
+        )
+        for r in rows_of(parts["long"])
+    ]
+    return markdown(("side", "tokens", "GPU KV, GB", "outcome", "first token, s", "ms a step"), table)
+
+
+_MILLION = {  # measure -> whether more is better; None: neither
+    "case": None,
+    "asked": None,
+    "new_tokens": None,
+    "gpu_kv_bytes": None,
+    "end_to_end_s": False,
+    "output_tokens_per_s": True,
+    "all_tokens_per_s": True,
+    "first_token_mean_s": False,
+    "first_token_p50_s": False,
+    "first_token_max_s": False,
+    "step_ms": None,
+    "retractions": None,
+}
+
+
+def million(parts: dict[str, list[dict]]) -> str:
+    by_side = {row["side"]: row for row in rows_of(parts["million"])}
+    table = []
+    for measure, more_is_better in _MILLION.items():
+        ours, stock = (by_side.get(side, {}).get(measure) for side in (OURS, STOCK))
+        wins = None
+        if more_is_better is not None and ours is not None and stock is not None:
+            wins = "ours" if (ours > stock) == more_is_better else "stock"
+        table.append((measure, ours, stock, wins))
+    return markdown(("measure", "ours, at once", "stock, queueing", "wins"), table)
+
+
+def timeline(parts: dict[str, list[dict]]) -> str:
+    row = rows_of(parts["timeline"])[0]
+    return markdown(("what", "value"), [(k, v) for k, v in row.items() if k not in ("side", "server")])
+
+
+TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
+    "transfer": transfer,
+    "attention": _against_bound("attention"),
+    "timeline": timeline,
+    "fits": fits,
+    "prefill": prefill,
+    "decode_sweep": _against_bound("decode_sweep"),
+    "long": long,
+    "million": million,
+}
+
+
+def report(folders: Sequence[Path]) -> str:
+    """Write <benchmark>.json of all parts into the first folder and return the tables."""
+    parts = read_parts(folders)
+    text = []
+    for name in BENCHMARKS:
+        if name not in parts:
+            continue
+        environments = {part["server"]: _environment(folders, part["server"]) for part in parts[name]}
+        write_json(folders[0] / f"{name}.json", {"environment": environments, "parts": parts[name]})
+        text.append(f"## {name}\n")
+        try:
+            text.append(TABLES[name](parts))
+        except (KeyError, IndexError, StopIteration) as error:
+            text.append(f"no table: {type(error).__name__} {error}")
+        text += [f"- {p['server']}: {x['what']}: {x['error']}" for p in parts[name] for x in p["problems"]]
+        text.append("")
+    return "\n".join(text)
+
+
+def _environment(folders: Sequence[Path], server: str) -> dict | None:
+    paths = (folder / f"environment-{server}.json" for folder in folders)
+    return next((json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()), None)
+
+
+def main() -> None:
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    if not folders:
+        sys.exit(__doc__)
+    print(report(folders))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""How much is measured: the full suite, a quick one, and one that a CPU finishes in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` requests of `context` prompt tokens each."""
+
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        size = f"{self.context // 1024}K" if self.context % 1024 == 0 else str(self.context)
+        return f"{self.batch} x {size}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Shapes are in the order in which they are served: each batch finds the prefixes of the one before in the cache."""
+
+    fits: tuple[Shape, ...]
+    window_steps: int
+    windows: int
+    warmup_steps: int
+    prefill_tokens: tuple[int, ...]
+    prefill_repeats: int
+    prefill_shares: tuple[float, ...]
+    sweep: tuple[Shape, ...]
+    sweep_shares: tuple[float, ...]  # the most telling first, should time run out
+    sweep_steps: int
+    sweep_warmup_steps: int
+    long_tokens: int
+    long_new_tokens: int
+    million: Shape
+    million_new_tokens: int
+    million_share: float
+    stream_layers: int  # of the measurements without a model
+    stream_tokens: int
+    repeats: int
+    copy_bytes: int
+    read_bytes: int  # well above the last-level cache
+    timeline: Shape
+
+
+FULL = Scale(
+    fits=(Shape(32, 8192), Shape(16, 8192), Shape(4, 8192), Shape(1, 8192), Shape(1, 32768)),
+    window_steps=20,
+    windows=5,
+    warmup_steps=10,
+    prefill_tokens=(8192, 65536),
+    prefill_repeats=5,
+    prefill_shares=(0.0, 0.5, 1.0),
+    sweep=(Shape(32, 8192), Shape(16, 16384), Shape(4, 32768), Shape(1, 32768)),
+    sweep_shares=(0.6, 0.0, 1.0, 0.5, 0.7, 0.4, 0.8, 0.2),
+    sweep_steps=20,
+    sweep_warmup_steps=3,
+    long_tokens=65536,
+    long_new_tokens=32,
+    million=Shape(32, 32000),
+    million_new_tokens=64,
+    million_share=0.6,
+    stream_layers=24,
+    stream_tokens=131072,
+    repeats=7,
+    copy_bytes=2**30,
+    read_bytes=2**31,
+    timeline=Shape(4, 16384),
+)
+
+QUICK = replace(
+    FULL,
+    fits=(Shape(16, 8192), Shape(1, 8192)),
+    prefill_shares=(0.5,),
+    sweep=(Shape(32, 8192), Shape(4, 32768)),
+    sweep_shares=(0.6, 0.0, 1.0),
+    million=Shape(8, 32000),
+    repeats=5,
+)
+
+SMOKE = Scale(
+    fits=(Shape(2, 96), Shape(1, 96), Shape(1, 160)),
+    window_steps=3,
+    windows=2,
+    warmup_steps=2,
+    prefill_tokens=(64, 160),
+    prefill_repeats=2,
+    prefill_shares=(0.0, 0.5),
+    sweep=(Shape(2, 96), Shape(1, 160)),
+    sweep_shares=(0.5, 0.0),
+    sweep_steps=3,
+    sweep_warmup_steps=1,
+    long_tokens=320,
+    long_new_tokens=4,
+    million=Shape(3, 128),
+    million_new_tokens=4,
+    million_share=0.5,
+    stream_layers=2,
+    stream_tokens=1024,
+    repeats=2,
+    copy_bytes=2**20,
+    read_bytes=2**20,
+    timeline=Shape(2, 96),
+)

@@ -1,0 +1,127 @@
+"""Just enough SVG for a chart: a frame with axes, and marks in data coordinates. No plotting library is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+FONT = 'font-family="Helvetica, Arial, sans-serif"'
+INK, GRID = "#333", "#e4e4e4"
+COLOURS = ("#2f5fa8", "#c4622d", "#3f8f4f", "#7d4a9e", "#8a7a2a")
+
+
+class Chart:
+    """`width` x `height` pixels; x and y give the data range that the frame shows."""
+
+    def __init__(
+        self,
+        title: str,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        width: int = 760,
+        height: int = 400,
+        left: int = 70,
+        right: int = 20,
+    ) -> None:
+        self._x, self._y, self._width, self._height = x, y, width, height
+        self._left, self._right, self._top, self._bottom = left, width - right, 58, height - 52
+        self._parts = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
+        self._text(self._left, 24, title, size=15, bold=True, anchor="start")
+
+    def px(self, x: float) -> float:
+        low, high = self._x
+        return self._left + (x - low) / (high - low) * (self._right - self._left)
+
+    def py(self, y: float) -> float:
+        low, high = self._y
+        return self._bottom - (y - low) / (high - low) * (self._bottom - self._top)
+
+    def x_axis(self, label: str, ticks: Sequence[float]) -> None:
+        for tick in ticks:
+            at = self.px(tick)
+            self._line(at, self._top, at, self._bottom, GRID)
+            self._text(at, self._bottom + 18, f"{tick:g}")
+        self._line(self._left, self._bottom, self._right, self._bottom, INK)
+        self._text((self._left + self._right) / 2, self._height - 12, label)
+
+    def y_axis(self, label: str, ticks: Sequence[float]) -> None:
+        for tick in ticks:
+            at = self.py(tick)
+            self._line(self._left, at, self._right, at, GRID)
+            self._text(self._left - 8, at + 4, f"{tick:g}", anchor="end")
+        self._line(self._left, self._top, self._left, self._bottom, INK)
+        middle = (self._top + self._bottom) / 2
+        self._text(18, middle, label, extra=f' transform="rotate(-90 18 {middle:.1f})"')
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> None:
+        path = " ".join(f"{self.px(x):.1f},{self.py(y):.1f}" for x, y in points)
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>'
+        )
+
+    def dot(self, x: float, y: float, least: float, most: float, colour: str) -> None:
+        """A measured point with its range."""
+        at = self.px(x)
+        self._line(at, self.py(least), at, self.py(most), colour)
+        self._parts.append(f'<circle cx="{at:.1f}" cy="{self.py(y):.1f}" r="3.2" fill="{colour}"/>')
+
+    def bar(self, x0: float, x1: float, lane: float, height: float, colour: str) -> None:
+        """A bar from x0 to x1, centred on y = lane."""
+        left, width = self.px(x0), max(0.3, self.px(x1) - self.px(x0))
+        top = self.py(lane + height / 2)
+        tall = self.py(lane - height / 2) - top
+        self._parts.append(
+            f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{tall:.1f}" fill="{colour}"/>'
+        )
+
+    def lane(self, y: float, label: str) -> None:
+        self._text(self._left - 8, self.py(y) + 4, label, anchor="end")
+
+    def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
+        """(label, colour), from data coordinates x, y downwards."""
+        left, top = self.px(x), self.py(y)
+        for row, (label, colour) in enumerate(entries):
+            at = top + 18 * row
+            self._line(left, at, left + 26, at, colour)
+            self._text(left + 32, at + 4, label, anchor="start")
+
+    def note(self, text: str) -> None:
+        """A line below the title."""
+        self._text(self._left, 43, text, anchor="start", colour="#666")
+
+    def svg(self) -> str:
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {self._height}" {FONT} font-size="12">'
+        return "\n".join((head, *self._parts, "</svg>")) + "\n"
+
+    def _line(self, x1: float, y1: float, x2: float, y2: float, colour: str) -> None:
+        self._parts.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+        )
+
+    def _text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: int = 12,
+        anchor: str = "middle",
+        bold: bool = False,
+        colour: str = INK,
+        extra: str = "",
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}{extra}>'
+            f"{escape(text)}</text>"
+        )
+
+
+def ticks(top: float, count: int = 5) -> list[float]:
+    """From 0 in round steps up to the first that is no less than `top`; about `count` of them."""
+    power = 10.0 ** math.floor(math.log10(top / count))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor * count >= top)
+    return [step * index for index in range(math.ceil(top / step) + 1)]

@@ -1,0 +1,74 @@
+"""What decode_host leaves for decode_merge, and the queries' way to the CPU team, at fixed addresses."""
+
+from __future__ import annotations
+
+import torch
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+class HandOver:
+    """Buffers for decodes of up to `rows` rows, one layer at a time.
+
+    transferred ([rows, heads, head_dim] in q's dtype, [rows, heads] fp32) is the state over P. computed, both fp32, is the
+    CPU's, which is filled in pinned memory and copied over. One set is enough: the CPU writes the state of layer l + 1 only
+    after that layer's q has arrived, which the GPU sent after it had taken the state of layer l.
+    """
+
+    def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.rows, self._shape = rows, (heads, head_dim)
+        self._q = torch.empty(rows, heads, head_dim, dtype=dtype, pin_memory=True)
+        # out and lse of the rows in use stand side by side, so that one copy carries both.
+        self._host = torch.zeros(rows * heads * (head_dim + 1), pin_memory=True)
+        self._device = torch.zeros_like(self._host, device="cuda")
+        self._out = torch.zeros(rows, heads, head_dim, dtype=dtype, device="cuda")
+        self._lse = torch.zeros(rows, heads, device="cuda")
+        self._sent = torch.cuda.Event()
+
+    def send(self, q: torch.Tensor) -> None:
+        self._q[: len(q)].copy_(q, non_blocking=True)
+        self._sent.record()
+
+    def arrived(self, rows: int) -> torch.Tensor:
+        """Wait for q on the host."""
+        self._sent.synchronize()
+        return self._q[:rows]
+
+    def transferred(self, rows: int) -> State:
+        return self._out[:rows], self._lse[:rows]
+
+    def computed(self, rows: int) -> State:
+        return self._split(self._device, rows)
+
+    def to_compute(self, rows: int) -> State:
+        """Where the team puts the state of a decode of `rows` rows, in pinned memory."""
+        return self._split(self._host, rows)
+
+    def begin(self, rows: int, real_rows: int, *, computed: bool, transferred: bool) -> None:
+        """Before the first layer of a decode of `rows` rows, of which the first `real_rows` are of requests.
+
+        A region that is not read is an empty state for all layers. What an earlier decode of another size left here is
+        overwritten, since an infinity where a value is read would turn a weight of zero into NaN.
+        """
+        if computed:
+            out, lse = (part[real_rows:] for part in self.to_compute(rows))
+            out.zero_()
+            lse.zero_()
+        else:
+            out, lse = self.computed(rows)
+            out.zero_()
+            lse.fill_(-torch.inf)
+        if not transferred:
+            self.transferred(rows)[1].fill_(-torch.inf)
+
+    def receive(self, rows: int) -> None:
+        """Queue the copy of `to_compute` to `computed`."""
+        heads, head_dim = self._shape
+        used = rows * heads * (head_dim + 1)
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def _split(self, buffer: torch.Tensor, rows: int) -> State:
+        heads, head_dim = self._shape
+        values = rows * heads * head_dim
+        out, lse = buffer[:values], buffer[values : values + rows * heads]
+        return out.view(rows, heads, head_dim), lse.view(rows, heads)

@@ -1,0 +1,125 @@
+"""Which pages each running request has, as the host knows it.
+
+SGLang keeps page ids on the device only. Reading them costs a synchronisation, which a decode step under the overlap schedule
+cannot afford, so they are read when they may have changed: at every extend, at the first decode after one, and after any page
+was freed (the prefix cache rewrites a row only to free what it replaces). In between a row grows by the pages that the
+allocator has just handed out, in the order of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class _Known:
+    row: int  # of SGLang's table
+    generation: int  # of that row, which is handed on from request to request
+    length: int  # tokens that `pages` cover
+    pages: np.ndarray  # [ceil(length / G)] int64
+    current: bool  # whether the device's table still says the same
+
+
+class PageLists:
+    """Rows of SGLang's req_to_token as pages, by request id. Used by the scheduler's thread only."""
+
+    def __init__(self, req_to_token_pool, page_size: int, *, verify: bool = False) -> None:
+        self._pool, self._page_size, self._verify = req_to_token_pool, page_size, verify
+        self._known: dict[str, _Known] = {}
+        self._owner: dict[int, str] = {}  # row -> the request last seen in it
+        self._handed_out: list[int] = []
+
+    def handed_out(self, pages: Sequence[int]) -> None:
+        """The allocator gave `pages` to the decode step that comes next."""
+        self._handed_out = list(pages)
+
+    def page_freed(self) -> None:
+        for known in self._known.values():
+            known.current = False
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._owner.clear()
+
+    def of_extend(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
+        """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each."""
+        lists = self._read(index, lengths)
+        self._keep(rids, index, lengths, lists, current=False)
+        return lists
+
+    def of_decode(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
+        """The same for a decode step, in which each request has grown by one token. May be asked twice in a step."""
+        lists = self._grown(rids, lengths)
+        self._handed_out = []
+        if lists is None:
+            lists = self._read(index, lengths)
+            self._keep(rids, index, lengths, lists, current=True)
+            return lists
+        if self._verify:
+            self._check(rids, lists, self._read(index, lengths))
+        for rid, length, pages in zip(rids, lengths, lists, strict=True):
+            known = self._known[rid]
+            known.length, known.pages = length, pages
+        return lists
+
+    def _grown(self, rids: list[str], lengths: list[int]) -> list[np.ndarray] | None:
+        """What the requests must have by now, None if that cannot be told."""
+        lists, new = [], iter(self._handed_out)
+        for rid, length in zip(rids, lengths, strict=True):
+            known = self._known.get(rid)
+            if known is None or not known.current:
+                return None
+            if known.length == length:
+                lists.append(known.pages)
+                continue
+            page = next(new, None) if (length - 1) % self._page_size == 0 else -1
+            if known.length != length - 1 or page is None:
+                return None
+            lists.append(known.pages if page == -1 else np.append(known.pages, page))
+        return lists if next(new, None) is None else None
+
+    def _read(self, index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
+        size = self._page_size
+        longest = max(lengths, default=0)
+        # The one place where page ids reach the host: a page-strided slice of SGLang's own table.
+        table = (self._pool.req_to_token[index, 0:longest:size] // size).long().cpu().numpy()
+        return [table[i, : -(-length // size)] for i, length in enumerate(lengths)]
+
+    def _check(self, rids: list[str], lists: list[np.ndarray], table: list[np.ndarray]) -> None:
+        for rid, known, read in zip(rids, lists, table, strict=True):
+            if not np.array_equal(known, read):
+                raise RuntimeError(
+                    f"request {rid} has pages {read.tolist()}, the host believed {known.tolist()}"
+                )
+
+    def _keep(
+        self,
+        rids: list[str],
+        index: torch.Tensor,
+        lengths: list[int],
+        lists: list[np.ndarray],
+        *,
+        current: bool,
+    ) -> None:
+        for rid, row, length, pages in zip(rids, index.tolist(), lengths, lists, strict=True):
+            before = self._known.get(self._owner.get(row, ""))
+            if before is not None and before.row == row:
+                del self._known[self._owner[row]]
+            self._owner[row] = rid
+            self._known[rid] = _Known(row, self._generation(row), length, pages, current)
+
+    def _generation(self, row: int) -> int:
+        return int(self._pool.req_generation[row])
+
+    def live_pages(self) -> list[np.ndarray]:
+        """Pages, as last seen, of the requests that still have their row."""
+        free = set(self._pool.free_slots)
+        return [
+            known.pages
+            for known in self._known.values()
+            if known.row not in free and known.generation == self._generation(known.row)
+        ]

@@ -1,0 +1,169 @@
+"""What of the GPU benchmarks runs on a CPU: every case on a tiny model, statistics, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import cases, gpu, plots, report
+from benchmarks.prompts import Streams
+from benchmarks.results import Budget, Part, read_parts, rows_of
+from benchmarks.scale import SMOKE, Shape
+from benchmarks.server import Server
+from benchmarks.servers import BENCHMARKS, OURS, SERVERS, STOCK, ServerSetting
+from benchmarks.stats import Spread, number, step_windows
+from benchmarks.svg import ticks
+from benchmarks.trace import common, lane_of, total
+from benchmarks.worker import Context, run_benchmark
+from sglang_inplacekv.models import checkpoint_path, make_tiny
+from tests.harness import Runner
+
+from .samples import timeline, write_parts
+
+LONGEST_TOKENS = 512
+
+
+@contextmanager
+def tiny_server(side: str, **settings) -> Iterator[Server]:
+    model = make_tiny("qwen3_moe", checkpoint_path("tiny-qwen3_moe"))
+    env = {
+        "SGLANG_INPLACEKV_HOST_MEMORY": "16MB",
+        "SGLANG_INPLACEKV_GPU_MEMORY": "0tok",
+        "SGLANG_INPLACEKV_THREADS": "1",
+    }
+    own = {"backend": "inplacekv", "env": env} if side == OURS else {"page_size": 1}
+    with Runner(model, chunked_prefill_size=64, **own | settings) as runner:
+        server = Server(runner, LONGEST_TOKENS)
+        server.warm_up(32)
+        yield server
+
+
+def measured(name: str, server: Server | None, side: str, out: Path, scale=SMOKE) -> Part:
+    part = Part(out / "parts" / f"{name}.{side}.json", name, side, side, Budget(120))
+    run_benchmark(Context(ServerSetting(side, side, (name,)), server, scale, part, out))
+    assert not part.problems, part.problems
+    return part
+
+
+def test_our_server_runs_every_case(tmp_path: Path) -> None:
+    with tiny_server(OURS, max_total_tokens=None) as server:
+        parts = {
+            name: measured(name, server, OURS, tmp_path)
+            for name in ("fits", "prefill", "decode_sweep", "long", "million", "timeline")
+        }
+    for row in parts["decode_sweep"].rows:
+        assert row["step_ms"].count == SMOKE.sweep_steps
+        assert abs(row["effective_share"] - row["share"]) < 0.1
+        shape = next(shape for shape in SMOKE.sweep if str(shape) == row["case"])
+        assert sum(row["attended_tokens"].values()) > shape.batch * shape.context
+    assert len(parts["prefill"].rows) == len(SMOKE.prefill_shares) * len(SMOKE.prefill_tokens)
+    assert parts["long"].rows[0]["outcome"] == "runs"
+    assert parts["million"].rows[0]["first_token_max_s"] < parts["million"].rows[0]["end_to_end_s"]
+    assert parts["timeline"].rows[0]["CPU attention, us"] > 0
+    assert set(report.report([tmp_path]).split()) >= {"decode_sweep", "million"}
+
+
+def test_stock_server_refuses_what_is_too_long(tmp_path: Path) -> None:
+    with tiny_server(STOCK, max_total_tokens=256) as server:
+        fits = measured("fits", server, STOCK, tmp_path)
+        long = measured("long", server, STOCK, tmp_path)
+    assert [row["case"] for row in fits.rows] == [str(shape) for shape in SMOKE.fits]
+    assert fits.rows[0]["step_ms"].count == SMOKE.windows
+    assert "exceeds" in long.rows[0]["outcome"]
+
+
+def test_cases_without_a_model(tmp_path: Path) -> None:
+    scale = replace(SMOKE, sweep=(Shape(2, 512),))
+    stream = measured("transfer", None, "none", tmp_path, scale)
+    assert {row["what"] for row in stream.rows} >= {
+        "DRAM read alone",
+        "T stream under attention, scattered pages",
+    }
+    attention = measured("attention", None, "none", tmp_path, scale)
+    assert [row["effective_share"] for row in attention.rows] == [0.5, 0.0]
+
+
+def test_streams_share_beginnings_only_with_themselves() -> None:
+    streams = Streams(512, 64)
+    assert streams.prompt(3, 64)[:10] == streams.prompt(3, 10)
+    assert streams.prompt(3, 64) != streams.prompt(4, 64)
+    assert streams.fresh(8) != streams.fresh(8)
+    assert min(streams.prompt(0, 64)) >= 5 and max(streams.prompt(0, 64)) < 512
+
+
+def test_step_windows_drop_the_warm_up_and_the_rest() -> None:
+    stamps = [0.0, 9.0, *(10.0 + step for step in range(8))]
+    assert step_windows(stamps, warmup_steps=2, window_steps=3) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="no repetition"):
+        Spread.of(step_windows(stamps[:3], warmup_steps=2, window_steps=3))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.0123, "0.0123"), (1.005, "1.00"), (43.21, "43.2"), (760429.0, "760429")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize("top", [0.3, 1.0, 7.2, 499.0, 1234.0])
+def test_ticks_cover_the_data(top: float) -> None:
+    found = ticks(top)
+    assert found[0] == 0 and found[-1] >= top and 3 <= len(found) <= 7
+
+
+def test_failures_and_an_empty_budget_are_recorded(tmp_path: Path) -> None:
+    part = Part(tmp_path / "parts" / "x.json", "fits", "stock", STOCK, Budget(60))
+    assert not part.attempt("division", lambda: 1 / 0)
+    assert not part.attempt("too late", lambda: None, needs_s=1e6)
+    assert part.attempt("fine", lambda: part.row(case="1 x 8K", step_ms=Spread.of([1.0, 3.0, 2.0])))
+    (stored,) = read_parts([tmp_path])["fits"]
+    assert [problem["what"] for problem in stored["problems"]] == ["division", "too late"]
+    assert rows_of([stored], side=STOCK)[0]["step_ms"] == Spread(2.0, 1.0, 3.0, 3)
+
+
+def test_a_server_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
+    arguments = Namespace(out=tmp_path, layers=None, quick=True)
+    setting = ServerSetting("no_such_server", STOCK, ("fits",), needs_s=1.0)
+    assert "StopIteration" in gpu.run_server(setting, ["fits"], arguments, Budget(60))
+    assert "skipped" in gpu.run_server(setting, ["fits"], arguments, Budget(0.0))
+
+
+def test_report_tells_ratio_bound_and_winner(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    text = report.report([tmp_path])
+    assert "1.02 [0.881-1.18]" in text  # fits: ours over stock
+    assert "at once 52 + 84 (measured); best share 0.62" in text
+    assert "ZeroDivisionError" in text and "no table" not in text
+    stored = json.loads((tmp_path / "million.json").read_text())
+    assert {part["side"] for part in stored["parts"]} == {OURS, STOCK}
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
+    drawn = plots.draw(tmp_path, tmp_path)
+    assert [path.name for path in drawn] == ["timeline.svg", "decode_sweep.svg"]
+    for path in drawn:
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag.endswith("svg") and len(root) > 20
+
+
+def test_trace_helpers() -> None:
+    assert lane_of({"name": "Memcpy HtoD (Pinned -> Device)"}) == "copy to GPU"
+    assert lane_of({"name": "void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>"}) == "GPU attention"
+    assert lane_of({"name": "fused_moe_kernel"}) == "other GPU work"
+    assert total(common([(0, 10), (20, 30)], [(5, 25)])) == 10
+
+
+def test_every_benchmark_has_a_case_a_table_and_a_server() -> None:
+    folder = Path(cases.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(BENCHMARKS) == set(report.TABLES)
+    assert {name for setting in SERVERS for name in setting.benchmarks} == set(BENCHMARKS)

@@ -1,0 +1,135 @@
+"""The copies of the CUDA executor with fakes for CUDA: which bytes go where, who waits for whom, and what failures say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_inplacekv.executors import cuda_homes, cuda_tiles, dma
+from sglang_inplacekv.executors.dma import CopyBatch
+from tests.inplacekv import copy_checks
+from tests.inplacekv.copy_checks import SHAPE, Bench, bench
+from tests.inplacekv.fake_cuda import FakeStream, fake_library, install
+
+
+@pytest.fixture(params=[13000, 12080], ids=["batched", "one by one"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return install(monkeypatch, fake_library(request.param))
+
+
+@pytest.fixture
+def b(library: SimpleNamespace) -> Iterator[Bench]:
+    with bench("cpu", FakeStream) as own:
+        yield own
+
+
+def test_batches(library: SimpleNamespace) -> None:
+    with bench("cpu", FakeStream, share=0.0) as b:
+        copy_checks.check_batch(b)
+    assert library.calls == (SHAPE.layers if dma.runtime().batched else len(library.copied))
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
+    copy_checks.check_tiles(b, is_decode, timed)
+
+
+def test_events_are_reused(b: Bench) -> None:
+    copy_checks.check_tiles(b, True, True)
+    made = list(cuda_tiles._EVENTS._free)
+    copy_checks.check_tiles(b, True, True)
+    assert set(map(id, cuda_tiles._EVENTS._free)) == set(map(id, made))
+
+
+def test_a_failed_fill_names_layer_and_region(b: Bench) -> None:
+    b.team.close()
+    what = r"^requests r0, r1, layer 0, waited for the copy of region C, tile 2, layer 0, which failed: "
+    with pytest.raises(RuntimeError, match=what):
+        copy_checks.check_tiles(b, False, True)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("slot_bytes", [2**24, 3 * 2 * SHAPE.block_bytes])
+def test_prefill_goes_home(
+    b: Bench, scattered: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_homes, "_SLOT_BYTES", slot_bytes)
+    copy_checks.check_home_writer(b, scattered)
+
+
+def test_bounce_slots_stay_with_the_queue(b: Bench) -> None:
+    copy_checks.check_home_writer(b, False)
+    slots = cuda_homes._BOUNCES[b.queue].slots
+    copy_checks.check_home_writer(b, True)
+    assert cuda_homes._BOUNCES[b.queue].slots is slots
+
+
+def test_windows_go_home(b: Bench) -> None:
+    copy_checks.check_flush(b)
+
+
+def _one(nbytes: int = 16) -> tuple[CopyBatch, torch.Tensor, torch.Tensor]:
+    source, target = torch.arange(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    return (
+        CopyBatch(np.array([target.data_ptr()]), np.array([source.data_ptr()]), np.array([nbytes])),
+        source,
+        target,
+    )
+
+
+def test_shifts_move_both_ends(library: SimpleNamespace) -> None:
+    batch, source, target = _one(4)
+    stream = FakeStream()
+    batch.issue(stream, source_shift=2, target_shift=np.array([5]))
+    stream.synchronize()
+    assert target.tolist() == [0, 0, 0, 0, 0, *source[2:6].tolist(), 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_no_copies_no_call(library: SimpleNamespace) -> None:
+    empty = np.empty(0, dtype=np.uint64)
+    CopyBatch(empty, empty, empty).issue(FakeStream(), 8, 8)
+    assert library.calls == 0
+
+
+def test_ends_must_match() -> None:
+    with pytest.raises(ValueError, match="as many targets as sources and sizes"):
+        CopyBatch(np.zeros(2), np.zeros(2), np.zeros(1))
+
+
+def test_the_default_stream_is_refused(library: SimpleNamespace) -> None:
+    batch, _, _ = _one()
+    with pytest.raises(ValueError, match="not the default stream"):
+        batch.issue(SimpleNamespace(cuda_stream=0))
+
+
+def test_an_error_has_cudas_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_library(13000, fail=1))
+    batch, _, _ = _one()
+    with pytest.raises(
+        RuntimeError,
+        match=r"^cudaMemcpyBatchAsync of 1 copies, 16 bytes failed with CUDA error 1 \(invalid argument\)$",
+    ):
+        batch.issue(FakeStream())
+
+
+def test_an_old_runtime_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runtime = dma.Runtime(fake_library(12090))
+        for _ in range(3):
+            nowhere = np.zeros(1, dtype=np.uint64)
+            runtime.copy(nowhere, nowhere, nowhere, FakeStream().cuda_stream)
+    assert [r.message for r in caplog.records if "batched" in r.message] == [
+        "CUDA runtime 12090 has no batched copies (13000 has): every run of pages is a copy of its own"
+    ]
+
+
+def test_the_structs_are_those_of_the_header() -> None:
+    attributes = dma._Attributes
+    assert (dma.ctypes.sizeof(dma._Location), dma.ctypes.sizeof(attributes)) == (8, 24)
+    assert [getattr(attributes, name).offset for name, _ in attributes._fields_] == [0, 4, 12, 20]

@@ -1,0 +1,57 @@
+"""Configurations of released models: real shapes, loadable by transformers, fewer layers on demand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from sglang_inplacekv.models import RELEASED_KINDS, write_config
+from sglang_inplacekv.models.__main__ import main
+
+# (hidden, layers, query heads, KV heads, experts, experts per token, vocabulary, KiB of bf16 KV per token)
+SHAPES = {
+    "qwen3_30b_a3b": (2048, 48, 32, 4, 128, 8, 151936, 96),
+    "mixtral_8x7b": (4096, 32, 32, 8, 8, 2, 32000, 128),
+}
+
+
+def kv_bytes_per_token(config) -> int:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * config.dtype.itemsize
+
+
+@pytest.mark.parametrize("kind", sorted(RELEASED_KINDS))
+def test_real_shape(tmp_path: Path, kind: str) -> None:
+    config = AutoConfig.from_pretrained(write_config(kind, tmp_path / kind))
+    shape = (
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_experts if kind == "qwen3_30b_a3b" else config.num_local_experts,
+        config.num_experts_per_tok,
+        config.vocab_size,
+        kv_bytes_per_token(config) / 1024,
+    )
+    assert shape == SHAPES[kind]
+    assert config.rope_parameters["rope_theta"] == 1_000_000
+    assert not config.tie_word_embeddings
+
+
+def test_fewer_layers_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["mixtral_8x7b", str(tmp_path / "m"), "--layers", "4"])
+    assert capsys.readouterr().out == f"{tmp_path / 'm'}\n"
+    fields = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert fields == RELEASED_KINDS["mixtral_8x7b"] | {"num_hidden_layers": 4}
+
+
+def test_refuses_what_it_cannot_make(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown released model 'gpt2'; known kinds: "):
+        write_config("gpt2", tmp_path / "m")
+    with pytest.raises(ValueError, match="has 48 layers: asked 49, possible are 1 to 48"):
+        write_config("qwen3_30b_a3b", tmp_path / "m", layers=49)
+    with pytest.raises(SystemExit):
+        main(["qwen3_moe", str(tmp_path / "m"), "--layers", "2"])
