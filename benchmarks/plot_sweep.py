@@ -1,15 +1,8 @@
-"""Draw docs/decode_sweep.svg: step time over the CPU share, measured and bound.
-
-python -m benchmarks.plot_sweep RESULTS [docs/decode_sweep.svg]
-"""
+"""docs/decode_sweep.svg: step time over the CPU share, measured and bound."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from .bounds import Bounds
-from .results import read_parts, rows_of
 from .svg import COLOURS, Chart, ticks
 
 _BOUND_POINTS = 101
@@ -38,16 +31,3 @@ def sweep_svg(rows: list[dict], bounds: Bounds) -> str:
     )
     chart.legend(entries, 0.8, top[-1] * 0.96)
     return chart.svg()
-
-
-def main() -> None:
-    source, *target = map(Path, sys.argv[1:])
-    parts = read_parts([source])
-    path = target[0] if target else Path("docs/decode_sweep.svg")
-    rows = rows_of(parts["decode_sweep"])
-    path.write_text(sweep_svg(rows, Bounds.of(parts.get("transfer", []))), encoding="utf-8")
-    print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,6 @@
-"""Draw docs/timeline.svg: one traced decode step, a lane for each thing that goes on at once.
-
-python -m benchmarks.plot_timeline RESULTS/timeline.json [docs/timeline.svg]
-"""
+"""docs/timeline.svg: one traced decode step, a lane for each thing that goes on at once."""
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
 
 from .svg import COLOURS, Chart, ticks
 from .trace import LANES, Interval, spans_of
@@ -39,14 +32,3 @@ def timeline_svg(result: dict) -> str:
                 chart.bar((begin - start_us) / 1e3, (stop - start_us) / 1e3, lane, 0.55, COLOURS[row])
     chart.note(f"{_SHOWN_LAYERS} of {layers} layers, {result['case']} tokens, CPU share {result['share']:g}")
     return chart.svg()
-
-
-def main() -> None:
-    source, *target = map(Path, sys.argv[1:])
-    path = target[0] if target else Path("docs/timeline.svg")
-    path.write_text(timeline_svg(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
-    print(path)
-
-
-if __name__ == "__main__":
-    main()

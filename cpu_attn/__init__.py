@@ -4,11 +4,11 @@ Standalone: needs torch tensors and apache-tvm-ffi, nothing else of this project
 is loaded on first use, so importing this package never fails for want of it.
 """
 
-from cpu_attn.decode import paged_decode
+from cpu_attn.decode import paged_decode, paged_mla_decode
 from cpu_attn.executor import Executor, Job
 from cpu_attn.library import default_threads, isa, supported_isas
-from cpu_attn.paged import SUPPORTED_HEAD_DIMS, PagedKV, PageTable
-from cpu_attn.probe import read_probe_gbps
+from cpu_attn.paged import SUPPORTED_HEAD_DIMS, PagedKV, PagedLatent, PageTable
+from cpu_attn.probe import multiply_probe_gflops, read_probe_gbps
 
 __all__ = [
     "SUPPORTED_HEAD_DIMS",
@@ -16,9 +16,12 @@ __all__ = [
     "Job",
     "PageTable",
     "PagedKV",
+    "PagedLatent",
     "default_threads",
     "isa",
+    "multiply_probe_gflops",
     "paged_decode",
+    "paged_mla_decode",
     "read_probe_gbps",
     "supported_isas",
 ]

@@ -1,12 +1,12 @@
-"""Decode attention against this host's read bandwidth and torch SDPA: python -m cpu_attn.bench.
+"""Decode attention against what this host reads, multiplies and SDPA does: python -m cpu_attn.bench.
 
 Prints GB/s of KV read (median [min - max] of the rounds, by the worker's clock), its share of a read
 probe by the same threads, and the speed-up over scaled_dot_product_attention with the query group
 folded into the query axis. Data is random; KV sets are rotated so that none is found in the caches.
+MLA shapes are in bench_mla.py.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cpu_attn.bench_inputs import WAIT_S, page_table, random_sets
+from cpu_attn.bench_mla import run as run_mla
 from cpu_attn.executor import Executor
 from cpu_attn.library import default_threads, isa
-from cpu_attn.paged import PagedKV, PageTable
+from cpu_attn.paged import PagedKV
 from cpu_attn.probe import huge_buffer
-
-WAIT_S = 120.0
-COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
-RANDOM_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,6 @@ class Case:
         return self.batch * self.tokens * self.model.token_bytes
 
 
-def fill_random(buffer: Tensor) -> None:
-    """Overwrite a uint8 buffer with normally distributed bf16."""
-    chunk = torch.randn(min(len(buffer), RANDOM_BYTES) // 2).bfloat16().view(torch.uint8)
-    for piece in buffer.split(len(chunk)):
-        piece.copy_(chunk[: len(piece)])
-
-
 def as_pages(buffer: Tensor, case: Case) -> PagedKV:
     model = case.model
     k, v = buffer.view(torch.bfloat16).chunk(2)
@@ -81,16 +72,6 @@ def as_pages(buffer: Tensor, case: Case) -> PagedKV:
         return PagedKV([(k.view(shape).permute(0, 2, 1, 3), v.view(shape).permute(0, 2, 1, 3))])
     shape = (-1, case.page_size, model.kv_heads, model.head_dim)
     return PagedKV([(k.view(shape), v.view(shape))])
-
-
-def page_table(case: Case) -> PageTable:
-    pages = case.batch * case.tokens // case.page_size
-    return PageTable(
-        torch.zeros(pages, dtype=torch.int32),
-        torch.arange(pages, dtype=torch.int32),
-        torch.arange(0, pages + 1, pages // case.batch, dtype=torch.int32),
-        torch.full((case.batch,), case.tokens, dtype=torch.int32),
-    )
 
 
 @dataclass
@@ -105,12 +86,10 @@ class Samples:
 def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Samples:
     """Time `rounds` decodes, each over the next KV set, each beside a probe and an SDPA call."""
     model = case.model
-    sets = max(1, math.ceil(COLD_BYTES / case.kv_bytes))
-    buffers = [huge_buffer(case.kv_bytes, executor) for _ in range(sets)]
-    for buffer in buffers:
-        fill_random(buffer)
+    buffers = random_sets(case.kv_bytes, executor)
+    sets = len(buffers)
     layers = [as_pages(buffer, case) for buffer in buffers]
-    table = page_table(case)
+    table = page_table(case.batch, case.tokens, case.page_size)
     q = torch.randn(case.batch, model.q_heads, model.head_dim).bfloat16()
     out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     samples = Samples()
@@ -176,6 +155,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds a case, at least 5")
     parser.add_argument("--probe-mib", type=int, default=1024, help="well above the caches")
     parser.add_argument("--no-sdpa", action="store_true")
+    parser.add_argument("--only", choices=("gqa", "mla"), help="one kind of attention")
+    parser.add_argument("--max-mla-tokens", type=int, default=262144, help="batch x length at most, of MLA")
+    parser.add_argument("--mla-heads", type=int, default=16, help="query heads: 16 V2-Lite, 128 V3")
     arguments = parser.parse_args()
     if arguments.rounds < 5:
         parser.error("--rounds must be at least 5")
@@ -190,9 +172,11 @@ def main() -> None:
         print(f"{isa()}, {arguments.threads} threads, pages of {arguments.page_size} tokens")
         probe = huge_buffer(arguments.probe_mib << 20, executor)
         probe.fill_(1)
-        for case in cases(arguments):
+        for case in cases(arguments) if arguments.only != "mla" else ():
             samples = measure(case, executor, probe, arguments)
             print(report(case, len(probe), samples), flush=True)
+        if arguments.only != "gqa":
+            run_mla(executor, probe, arguments)
 
 
 if __name__ == "__main__":

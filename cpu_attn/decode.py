@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cpu_attn.library import default_threads, library
-from cpu_attn.paged import FLOAT_DTYPES, PagedKV, PageTable, check_cpu, check_last_dim
+from cpu_attn.paged import FLOAT_DTYPES, PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
 
 if TYPE_CHECKING:
     from cpu_attn.executor import Executor
@@ -21,7 +21,7 @@ class DecodeArguments:
     """Checked arguments of one decode, in the order the library takes them."""
 
     q: Tensor
-    kv: PagedKV
+    kv: PagedKV | PagedLatent
     table: PageTable
     scale: float
     out: Tensor
@@ -29,7 +29,7 @@ class DecodeArguments:
 
     @classmethod
     def check(
-        cls, q: Tensor, kv: PagedKV, table: PageTable, scale: float,
+        cls, q: Tensor, kv: PagedKV | PagedLatent, table: PageTable, scale: float,
         out: Tensor | None, lse: Tensor | None,
     ) -> "DecodeArguments":  # fmt: skip
         check_cpu("q", q, FLOAT_DTYPES, 3)
@@ -42,20 +42,42 @@ class DecodeArguments:
         if batch != table.batch:
             raise ValueError(f"q has {batch} requests, the page table {table.batch}")
         if out is None:
-            out = torch.empty(batch, heads, head_dim)
+            out = torch.empty(batch, heads, kv.out_dim)
         if lse is None:
             lse = torch.empty(batch, heads)
         check_cpu("out", out, (torch.float32,), 3)
         check_cpu("lse", lse, (torch.float32,), 2)
         check_last_dim("out", out)
-        if out.shape != q.shape or lse.shape != q.shape[:2]:
+        if out.shape != (batch, heads, kv.out_dim) or lse.shape != q.shape[:2]:
             raise ValueError(
                 f"out {tuple(out.shape)} and lse {tuple(lse.shape)} do not fit q {tuple(q.shape)}"
+                f" and values of {kv.out_dim}"
             )
         return cls(q.detach(), kv, table, float(scale), out.detach(), lse.detach())
 
     def handles(self) -> tuple:
         return self.q, self.kv.handle, self.table.handle, self.scale, self.out, self.lse
+
+    @property
+    def what(self) -> str:
+        kind = "paged_decode" if isinstance(self.kv, PagedKV) else "paged_mla_decode"
+        return f"{kind} of {self.table.batch} requests"
+
+    def run(self, executor: "Executor | None", threads: int | None) -> tuple[Tensor, Tensor]:
+        if executor is not None:
+            if threads is not None:
+                raise ValueError("threads cannot be given with an executor, which has its own")
+            return executor.submit_arguments(self).wait(EXECUTOR_WAIT_S)
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, is {threads}")
+        library().decode(*self.handles(), threads or default_threads())
+        return self.out, self.lse
+
+
+def check_kind(kv: object, kind: type) -> None:
+    """Raise ValueError unless `kv` is of the class that the decode reads."""
+    if not isinstance(kv, kind):
+        raise ValueError(f"kv must be a {kind.__name__}, is a {type(kv).__name__}")
 
 
 def paged_decode(
@@ -91,12 +113,33 @@ def paged_decode(
         ValueError: on tensors that do not fit each other, and on a page table that is out of range
             or inconsistent, before any page is read.
     """
-    arguments = DecodeArguments.check(q, kv, table, scale, out, lse)
-    if executor is not None:
-        if threads is not None:
-            raise ValueError("threads cannot be given with an executor, which has its own")
-        return executor.submit_arguments(arguments).wait(EXECUTOR_WAIT_S)
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, is {threads}")
-    library().decode(*arguments.handles(), threads or default_threads())
-    return arguments.out, arguments.lse
+    check_kind(kv, PagedKV)
+    return DecodeArguments.check(q, kv, table, scale, out, lse).run(executor, threads)
+
+
+def paged_mla_decode(
+    q: Tensor,
+    kv: PagedLatent,
+    table: PageTable,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    executor: "Executor | None" = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend every query head to the latent rows that `table` lists, in place (absorbed MLA).
+
+    Args:
+        q: [batch, q_heads, lora_rank + rope_dim] bf16, fp16 or fp32 CPU, the absorbed query and its
+            rotary part in the order of a row; not necessarily the KV's dtype. bf16 q on bf16 rows is
+            the fast case where the host multiplies bf16.
+        kv: where the pages are.
+        scale: multiplies q . row before the softmax.
+        out: [batch, q_heads, lora_rank] fp32 to write to; allocated when None.
+
+    Everything else, results and errors included, as for paged_decode; the value of a token is the
+    first lora_rank elements of its row.
+    """
+    check_kind(kv, PagedLatent)
+    return DecodeArguments.check(q, kv, table, scale, out, lse).run(executor, threads)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_attn.decode import DecodeArguments
+from cpu_attn.decode import DecodeArguments, check_kind
 from cpu_attn.library import default_threads, library
-from cpu_attn.paged import PagedKV, PageTable, check_cpu, check_last_dim
+from cpu_attn.paged import PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
 
 # How long a wait stays in C++ before Python may handle a signal.
 SIGNAL_SLICE_S = 0.1
@@ -121,12 +121,26 @@ class Executor:
         table raises it from the job's wait(). The tensors are kept alive and must not be written
         until the job has ended.
         """
+        check_kind(kv, PagedKV)
+        return self.submit_arguments(DecodeArguments.check(q, kv, table, scale, out, lse))
+
+    def submit_paged_mla_decode(
+        self,
+        q: Tensor,
+        kv: PagedLatent,
+        table: PageTable,
+        scale: float,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Job:
+        """Queue paged_mla_decode and return at once; everything else as submit_paged_decode."""
+        check_kind(kv, PagedLatent)
         return self.submit_arguments(DecodeArguments.check(q, kv, table, scale, out, lse))
 
     def submit_arguments(self, arguments: DecodeArguments) -> Job:
         handle = library().submit_decode(self._handle, *arguments.handles())
-        what = f"paged_decode of {arguments.table.batch} requests"
-        return self._track(handle, what, (arguments.out, arguments.lse), arguments)
+        return self._track(handle, arguments.what, (arguments.out, arguments.lse), arguments)
 
     def submit_first_touch(self, buffer: Tensor) -> Job:
         """Queue writing one zero byte to each 4 KiB of `buffer` ([bytes] uint8, contiguous).
@@ -167,6 +181,11 @@ class Executor:
         check_last_dim("buffer", buffer)
         handle = library().submit_read(self._handle, buffer)
         return self._track(handle, f"read of {len(buffer)} bytes", None, buffer)
+
+    def submit_multiply(self, rounds: int) -> Job:
+        """Queue `rounds` rounds of products in registers on every thread, for the FLOP/s probe."""
+        handle = library().submit_multiply(self._handle, rounds)
+        return self._track(handle, f"{rounds} rounds of products", None, None)
 
     def _track(self, handle: Any, what: str, result: Any, kept: Any) -> Job:
         job = Job(handle, f"{what} on {self.name}", result, kept)

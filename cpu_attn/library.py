@@ -71,7 +71,7 @@ def select_isa(name: str) -> None:
 
 
 def isa() -> str:
-    """Return the instruction set in use: scalar, avx2 or avx512.
+    """Return the instruction set in use: scalar, avx2, avx512, avx512bf16 or amx.
 
     The best one the host supports, unless the environment variable CPU_ATTN_ISA names another.
     """

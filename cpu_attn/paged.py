@@ -8,6 +8,9 @@ from torch import Tensor
 from cpu_attn.library import library
 
 SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+# Of a latent row; every multiple up to the largest.
+LORA_RANK_MULTIPLE, MAX_LORA_RANK = 32, 512
+ROPE_DIM_MULTIPLE, MAX_ROPE_DIM = 16, 128
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,6 +54,7 @@ class PagedKV:
         for index, (k, v) in enumerate(regions):
             self._check(index, k, v, first)
         self.page_size, self.kv_heads, self.head_dim = first.shape[1:]
+        self.out_dim = self.head_dim
         self.dtype = first.dtype
         self.pages = tuple(k.shape[0] for k, _ in regions)
         self._tensors = [(k.detach(), v.detach()) for k, v in regions]
@@ -75,6 +79,71 @@ class PagedKV:
                 )
         if k.shape != v.shape:
             raise ValueError(f"k and v of region {index} differ: {tuple(k.shape)} and {tuple(v.shape)}")
+
+
+class PagedLatent:
+    """One layer's latent rows (absorbed MLA), spread over one or more regions of memory.
+
+    A token is one row, shared by all query heads: lora_rank elements that are both part of the key
+    and the value, then the elements of the rotary key.
+
+    Args:
+        regions: CPU tensors [pages, page_size, 1, lora_rank + rope_dim], or without the head axis;
+            bf16, fp16 or fp32, with any strides except a contiguous last dimension. Regions may
+            alias each other. All share page_size, width and dtype; their numbers of pages may differ.
+        lora_rank: how many elements of a row are its value: a multiple of 32 up to 512. The rest is
+            a multiple of 16 up to 128, or nothing.
+
+    The tensors are kept alive; what they hold may change between calls, their storage may not.
+
+    Raises:
+        ValueError: on a width that is not supported, or a tensor that breaks the above.
+    """
+
+    kv_heads = 1
+
+    def __init__(self, regions: Sequence[Tensor], lora_rank: int) -> None:
+        if not regions:
+            raise ValueError("PagedLatent needs at least one region")
+        rows = [region.detach() for region in regions]
+        rows = [region.unsqueeze(2) if region.dim() == 3 else region for region in rows]
+        for index, region in enumerate(rows):
+            self._check(index, region, rows[0])
+        self.page_size, _, self.head_dim = rows[0].shape[1:]
+        self.lora_rank = self.out_dim = lora_rank
+        self._check_width()
+        self.dtype = rows[0].dtype
+        self.pages = tuple(region.shape[0] for region in rows)
+        self._tensors = rows
+        lib = library()
+        self.handle = lib.kv_new_latent(self.page_size, self.head_dim, lora_rank)
+        for region in rows:
+            lib.kv_add(self.handle, region, region)
+
+    @staticmethod
+    def _check(index: int, rows: Tensor, first: Tensor) -> None:
+        name = f"region {index}"
+        check_cpu(name, rows, FLOAT_DTYPES, 4)
+        check_last_dim(name, rows)
+        if rows.shape[1] < 1 or rows.shape[2] != 1:
+            raise ValueError(f"{name} must have tokens a page and one head, has shape {tuple(rows.shape)}")
+        if rows.shape[1:] != first.shape[1:] or rows.dtype != first.dtype:
+            raise ValueError(
+                f"{name} is {tuple(rows.shape)} {rows.dtype}, region 0 has pages of"
+                f" {tuple(first.shape[1:])} {first.dtype}"
+            )
+
+    def _check_width(self) -> None:
+        rank, rope = self.lora_rank, self.head_dim - self.lora_rank
+        if rank % LORA_RANK_MULTIPLE or not LORA_RANK_MULTIPLE <= rank <= MAX_LORA_RANK:
+            raise ValueError(
+                f"lora_rank {rank} is not supported, only multiples of {LORA_RANK_MULTIPLE} up to {MAX_LORA_RANK}"
+            )
+        if rope % ROPE_DIM_MULTIPLE or not 0 <= rope <= MAX_ROPE_DIM:
+            raise ValueError(
+                f"rows of {self.head_dim} leave {rope} elements beside lora_rank {rank}; only multiples of"
+                f" {ROPE_DIM_MULTIPLE} up to {MAX_ROPE_DIM} are supported"
+            )
 
 
 class PageTable:

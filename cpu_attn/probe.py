@@ -1,4 +1,4 @@
-"""How fast a thread team reads memory, in the process that will run the kernel."""
+"""How fast a thread team reads memory and multiplies, in the process that will run the kernel."""
 
 import mmap
 import statistics
@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from cpu_attn.executor import Executor
+from cpu_attn.library import library
 
 PROBE_WAIT_S = 120.0
+MULTIPLY_S = 0.01  # of one timed run
 
 
 def huge_buffer(size_bytes: int, executor: Executor) -> Tensor:
@@ -45,3 +47,32 @@ def read_probe_gbps(
     finally:
         if executor is None:
             team.close()
+
+
+class Multiplier:
+    """Times bf16 products that stay in the registers of all threads of an executor.
+
+    Multiplies as paged_mla_decode of bf16 does its scores: AMX tiles, bf16 pairs, or widened to fp32.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._rounds = 1000
+        while self._seconds() < MULTIPLY_S:
+            self._rounds *= 2
+        self._flops = float(library().multiply_flops()) * self._rounds * executor.threads
+
+    def gflops(self) -> float:
+        """Return the GFLOP/s of one run of about MULTIPLY_S."""
+        return self._flops / self._seconds() / 1e9
+
+    def _seconds(self) -> float:
+        job = self._executor.submit_multiply(self._rounds)
+        job.wait(PROBE_WAIT_S)
+        return job.seconds
+
+
+def multiply_probe_gflops(executor: Executor, *, repeats: int = 5) -> float:
+    """Return the median GFLOP/s of a Multiplier."""
+    multiplier = Multiplier(executor)
+    return statistics.median(multiplier.gflops() for _ in range(repeats))

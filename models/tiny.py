@@ -102,6 +102,7 @@ TINY_KINDS: dict[str, dict[str, Any]] = {
 
 # Standard deviation of a layer's output over that of its unit-scale input.
 _GAIN = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 2.0, "lm_head": 2.0}
+_GAIN |= {"kv_a_proj_with_mqa": 1.5, "kv_b_proj": 1.5}  # of a key: its rotated part, and the rest
 _NORM_CENTRE = {"q_norm": 1.5, "k_norm": 1.5}
 _NORM_JITTER = 0.1
 
@@ -138,11 +139,12 @@ def _build_model(kind: str, fields: dict[str, Any], seed: int) -> PreTrainedMode
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    model_type = kind.removesuffix("_yarn")
     # transformers would keep a misspelt field and ignore it.
-    known = {*AutoConfig.for_model(kind).to_dict(), *TINY_KINDS[kind]}
+    known = {*AutoConfig.for_model(model_type).to_dict(), *TINY_KINDS[kind]}
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"{kind} config has no field {', '.join(unknown)}")
-    config = AutoConfig.for_model(kind, **fields)
+    config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -105,8 +105,8 @@ class _CudaArray:
 class HostArena:
     """All host chunks of one rank: slices of one mapping, so that addresses are affine in chunk, layer and page.
 
-    chunk(i) is `[layers, chunk_pages, 2, block]` in the KV dtype. `compute_view` and `transfer_view` give one chunk's
-    layer as `[pages, 2, kv_heads, G, d]` and `[pages, 2, G, kv_heads, d]`. `attention_regions(layer)` lists every
+    chunk(i) is `[layers, chunk_pages, parts, block]` in the KV dtype. `compute_view` and `transfer_view` give one chunk's
+    layer as `[pages, parts, kv_heads, G, d]` and `[pages, parts, G, kv_heads, d]`. `attention_regions(layer)` lists every
     chunk twice for cpu_attn, region index 2 * chunk + role. A short last chunk has the layer stride of the others and gaps
     that are never touched; `nbytes` counts pages alone.
     """
@@ -115,7 +115,7 @@ class HostArena:
         self, shape: KVShape, sizes: RegionSizes, team: cpu_attn.Executor, touch_timeout_s: float = 600.0
     ) -> None:
         self.shape, self.sizes = shape, sizes
-        self.page_stride = 2 * shape.block_bytes  # bytes; K and V of a page of one layer
+        self.page_stride = shape.parts * shape.block_bytes  # bytes of a page of one layer
         self.layer_stride = min(sizes.chunk_pages, sizes.host_pages) * self.page_stride
         # Chunks start at system pages, since they are pinned one by one, and at whole rows of the zero-copy tensors.
         unit = math.lcm(self.page_stride, mmap.PAGESIZE)
@@ -140,7 +140,9 @@ class HostArena:
             pages = len(self.sizes.chunk_page_range(chunk))
             first = chunk * self._chunk_stride // shape.dtype.itemsize
             self._chunks.append(
-                raw.view(shape.dtype).as_strided((shape.layers, pages, 2, block), (*strides, block, 1), first)
+                raw.view(shape.dtype).as_strided(
+                    (shape.layers, pages, shape.parts, block), (*strides, block, 1), first
+                )
             )
 
     def _layer_spans(self, chunk: int) -> list[tuple[int, int]]:
@@ -174,7 +176,7 @@ class HostArena:
         rows += len(self.sizes.chunk_page_range(self.sizes.chunks - 1))
         strides = (self.page_stride, s.kv_heads * s.head_dim * item, s.head_dim * item, item)
         parts = []
-        for part in (0, 1):
+        for part in range(s.parts):
             address = self._base + layer * self.layer_stride + part * s.block_bytes
             array = _CudaArray(address, (rows, s.page_size, s.kv_heads, s.head_dim), strides, item)
             tensor = torch.as_tensor(array, device=f"cuda:{torch.cuda.current_device()}")
@@ -183,7 +185,7 @@ class HostArena:
                     f"layer {layer} of the host arena was copied to the GPU instead of mapped there"
                 )
             parts.append(tensor.view(s.dtype))
-        return parts[0], parts[1]
+        return parts[0], parts[1] if s.parts == 2 else parts[0][..., : s.value_dim]
 
     def zero_copy_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) of one layer as CUDA tensors [rows, G, kv_heads, d] over the host's own bytes; kernels may read T pages.
@@ -198,7 +200,7 @@ class HostArena:
         return (chunk * (self._chunk_stride // self.page_stride) + slot).astype(np.int32)
 
     def copy_runs(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The copies between a packed buffer [len(pages), 2, block] and the homes: (home address, buffer offset, bytes).
+        """The copies between a packed buffer [len(pages), parts, block] and the homes: (home address, buffer offset, bytes).
 
         Adjacent pages are one copy. Addresses are of layer 0; every further layer lies `layer_stride` behind. uint64.
         """
@@ -221,26 +223,29 @@ class HostArena:
 
     def compute_view(self, chunk: int, layer: int) -> torch.Tensor:
         s, data = self.shape, self._chunks[chunk][layer]
-        return data.view(-1, 2, s.kv_heads, s.page_size, s.head_dim)
+        return data.view(-1, s.parts, s.kv_heads, s.page_size, s.head_dim)
 
     def transfer_view(self, chunk: int, layer: int) -> torch.Tensor:
         s, data = self.shape, self._chunks[chunk][layer]
-        return data.view(-1, 2, s.page_size, s.kv_heads, s.head_dim)
+        return data.view(-1, s.parts, s.page_size, s.kv_heads, s.head_dim)
 
     def raw_pages(self, chunk: int, layer: int) -> torch.Tensor:
-        """`[pages, 2, block]`: a page's bytes whatever its layout, for copies that do not look inside."""
+        """`[pages, parts, block]`: a page's bytes whatever its layout, for copies that do not look inside."""
         return self._chunks[chunk][layer]
 
     def page_bytes_view(self, page: int) -> torch.Tensor:
-        """`[layers, 2, block]` of one host page."""
+        """`[layers, parts, block]` of one host page."""
         return self._chunks[self.sizes.chunk_of(page)][:, self.sizes.slot_of(page)]
 
-    def attention_regions(self, layer: int) -> cpu_attn.PagedKV | None:
+    def attention_regions(self, layer: int) -> cpu_attn.PagedKV | cpu_attn.PagedLatent | None:
         if not self._chunks:
             return None
-        regions = []
+        views: list[torch.Tensor] = []  # [pages, parts, G, kv_heads, d]
         for chunk in range(self.sizes.chunks):
-            compute = self.compute_view(chunk, layer).permute(0, 1, 3, 2, 4)
-            transfer = self.transfer_view(chunk, layer)
-            regions += [(compute[:, 0], compute[:, 1]), (transfer[:, 0], transfer[:, 1])]
-        return cpu_attn.PagedKV(regions)
+            views += [
+                self.compute_view(chunk, layer).permute(0, 1, 3, 2, 4),
+                self.transfer_view(chunk, layer),
+            ]
+        if self.shape.value_dim is not None:
+            return cpu_attn.PagedLatent([view[:, 0] for view in views], self.shape.value_dim)
+        return cpu_attn.PagedKV([(view[:, 0], view[:, 1]) for view in views])

@@ -13,18 +13,18 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend q over one token set.
 
-    q [queries, q_heads, head_dim], k and v [keys, kv_heads, head_dim], any float dtype, q_heads a multiple of kv_heads;
-    computed in fp32. causal: query i sees keys 0..i (queries = keys). Returns out [queries, q_heads, head_dim] fp32 and
-    lse [queries, q_heads] fp32, base 2; no keys give zeros and -inf.
+    q [queries, q_heads, head_dim], k [keys, kv_heads, head_dim], v [keys, kv_heads, out_dim], any float dtype, q_heads a
+    multiple of kv_heads; computed in fp32. causal: query i sees keys 0..i (queries = keys). Returns out
+    [queries, q_heads, out_dim] fp32 and lse [queries, q_heads] fp32, base 2; no keys give zeros and -inf.
     """
     queries, q_heads, head_dim = q.shape
-    keys, kv_heads, _ = k.shape
+    keys, kv_heads, out_dim = v.shape
     if keys == 0:
-        return torch.zeros(q.shape, dtype=torch.float32), torch.full((queries, q_heads), -torch.inf)
+        return torch.zeros(queries, q_heads, out_dim), torch.full((queries, q_heads), -torch.inf)
     group = q_heads // kv_heads
     q = q.float().view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3) * (scale * _LOG2E)
     k, v = k.float().permute(1, 2, 0), v.float().permute(1, 0, 2)
-    out = torch.empty(kv_heads, group, queries, head_dim)
+    out = torch.empty(kv_heads, group, queries, out_dim)
     lse = torch.empty(kv_heads, group, queries)
     for start in range(0, queries, _QUERY_BLOCK):
         stop = min(start + _QUERY_BLOCK, queries)
@@ -39,8 +39,8 @@ def partial_attention(
         weights = torch.exp2(scores - top)
         total = weights.sum(-1, keepdim=True)
         mixed = weights.view(kv_heads, group * (stop - start), seen) @ v[:, :seen]
-        out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, head_dim) / total
+        out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, out_dim) / total
         lse[:, :, start:stop] = (torch.log2(total) + top).squeeze(-1)
-    return out.permute(2, 0, 1, 3).reshape(queries, q_heads, head_dim), lse.permute(2, 0, 1).reshape(
+    return out.permute(2, 0, 1, 3).reshape(queries, q_heads, out_dim), lse.permute(2, 0, 1).reshape(
         queries, q_heads
     )

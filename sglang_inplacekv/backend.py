@@ -7,36 +7,35 @@ homed on the host, the executor runs it over the four regions.
 from __future__ import annotations
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
-from cpu_attn import SUPPORTED_HEAD_DIMS
 from sglang_inplacekv.compat import BACKEND_NAME
-from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.device_backend import make_device_backend
 from sglang_inplacekv.graphs import DEVICE, SPILLED
-from sglang_inplacekv.pool import InplaceMHAPool
+from sglang_inplacekv.pool import RegionPool
 from sglang_inplacekv.step_plan import Span
 
 
 class InplaceAttnBackend(AttentionBackend):
-    """One per model runner. Requires InplaceMHAPool."""
+    """One per model runner. Requires one of our pools."""
 
     def __init__(self, runner) -> None:
         super().__init__()
         self.kv_index_translator = runner.kv_index_translator
         pool = runner.token_to_kv_pool
-        if not isinstance(pool, InplaceMHAPool):
+        if not isinstance(pool, RegionPool):
             raise RuntimeError(
                 f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
             )
         self.pool = self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self.device = make_device_backend(runner)
+        self._shape = pool.regions.shape
+        self._device = make_device_backend(runner)
         self._last_layer = pool.start_layer + pool.layer_num - 1
         self._capturing = False
         # Of the decode step whose graph is about to be replayed.
@@ -49,7 +48,7 @@ class InplaceAttnBackend(AttentionBackend):
         self._capturing, spans = False, self._spans(forward_batch)
         if self.pool.all_in_device(spans):
             self.pool.begin_device_forward(spans, forward_batch.forward_mode.is_decode())
-            self.device.init_forward_metadata(forward_batch)
+            self._device.init_forward_metadata(forward_batch)
         else:
             self.pool.begin_forward(spans, forward_batch.forward_mode.is_decode())
 
@@ -71,21 +70,17 @@ class InplaceAttnBackend(AttentionBackend):
         # SGLang's own warm-up forwards belong to no request.
         return forward_batch.rids or [f"warm-up {i}" for i in range(forward_batch.batch_size)]
 
-    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        # In the spilled form the host has read the page table before anything is queued, so stock's answer covers both.
-        return self.device.shared_read_ends(fm)
-
     # Decode under CUDA graphs
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.device.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._device.init_cuda_graph_state(max_bs, max_num_tokens)
         self.pool.executor.reserve_rows(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.device.get_cuda_graph_seq_len_fill_value()
+        return self._device.get_cuda_graph_seq_len_fill_value()
 
     def choose_form(self, forward_batch: ForwardBatch) -> str:
-        """Which captured form serves this decode step; asked once before each replay."""
+        """Which captured form serves this decode step. May be asked twice, and when no replay follows."""
         self._chosen = self._spans(forward_batch)
         self._form = DEVICE if self.pool.all_in_device(self._chosen) else SPILLED
         return self._form
@@ -107,7 +102,7 @@ class InplaceAttnBackend(AttentionBackend):
         if not in_capture and not self.pool.all_in_device(self._chosen):
             raise RuntimeError("a step that holds a host page must not replay a graph over D alone")
         self.pool.begin_device_forward([] if in_capture else self._chosen, is_decode=not in_capture)
-        self.device.init_forward_metadata_out_graph(forward_batch, in_capture)
+        self._device.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     # Layers
 
@@ -115,12 +110,12 @@ class InplaceAttnBackend(AttentionBackend):
         self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
     ):
         if self.pool.device_only:
-            return self.device.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        k, v = self._rounded(k, v, layer, save_kv_cache, kwargs)
+            return self._device.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        parts = self._parts(k, v, layer, save_kv_cache, kwargs)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
-        out = torch.empty_like(q)
+        out = torch.empty(*q.shape[:2], self._shape.out_dim, dtype=q.dtype, device=q.device)
         executor, own = self.pool.executor, layer.layer_id - self.pool.start_layer
-        executor.write_decoded(own, k, v)
+        executor.write_decoded(own, *parts)
         state = executor.decode_device(own, q, layer.scaling)
         self._decode_host(own, q, layer)
         executor.decode_merge(state, out)
@@ -138,17 +133,21 @@ class InplaceAttnBackend(AttentionBackend):
         self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
     ):
         if self.pool.device_only:
-            return self.device.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        k, v = self._rounded(k, v, layer, save_kv_cache, kwargs)
+            return self._device.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        parts = self._parts(k, v, layer, save_kv_cache, kwargs)
+        k, v = parts[0], parts[-1][..., : self._shape.out_dim]
         self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], self._shape.out_dim, dtype=q.dtype, device=q.device)
         self.pool.executor.extend(layer.layer_id - self.pool.start_layer, q, k, v, layer.scaling, out)
         self._end_if_last(layer)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _rounded(self, k, v, layer, save_kv_cache, extra) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v in the KV dtype: rounded once, so that the chunk attends what later chunks and steps will read."""
+    def _parts(self, k, v, layer, save_kv_cache, extra) -> tuple[torch.Tensor, ...]:
+        """What is written: k and v, or the latent row that k is, of which v is the beginning.
+
+        In the KV dtype: rounded once, so that the chunk attends what later chunks and steps will read.
+        """
         if extra:
             raise RuntimeError(
                 f"layer {layer.layer_id}: {', '.join(sorted(extra))} is not supported by {BACKEND_NAME}"
@@ -157,8 +156,8 @@ class InplaceAttnBackend(AttentionBackend):
             raise RuntimeError(
                 f"layer {layer.layer_id}: attention without a KV write is not supported by {BACKEND_NAME}"
             )
-        shape = (-1, self.pool.head_num, self.pool.head_dim)
-        return k.to(self.pool.dtype).view(shape), v.to(self.pool.dtype).view(shape)
+        shape = (-1, self._shape.kv_heads, self._shape.head_dim)
+        return tuple(part.to(self.pool.dtype).view(shape) for part in (k, v)[: self._shape.parts])
 
     def _end_if_last(self, layer: RadixAttention) -> None:
         if layer.layer_id == self._last_layer:
@@ -166,51 +165,3 @@ class InplaceAttnBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return self.req_to_token_pool.req_to_token.is_cuda
-
-
-def check_model(runner) -> None:
-    """Refuse, by name, any attention layer that this version would compute wrongly."""
-    if runner.use_mla_backend:
-        raise ConfigError(
-            f"--attention-backend {BACKEND_NAME}: asked an MLA model, possible are GQA and MHA models"
-        )
-    pool = runner.token_to_kv_pool
-    layers = [(name, m) for name, m in runner.model.named_modules() if isinstance(m, RadixAttention)]
-    for name, layer in layers:
-        _check_layer(name, layer, pool)
-    # Layers write and stream in this order, once each per forward.
-    expected = list(range(pool.start_layer, pool.start_layer + pool.layer_num))
-    found = sorted(layer.layer_id for _, layer in layers)
-    if found != expected:
-        raise ConfigError(
-            f"--attention-backend {BACKEND_NAME}: asked a model whose attention layers are {found}, possible is one "
-            f"in each of the layers {expected[0]} to {expected[-1]}"
-        )
-
-
-def _check_layer(name: str, layer: RadixAttention, pool: InplaceMHAPool) -> None:
-    def refuse(asked: str, possible: str) -> None:
-        raise ConfigError(
-            f"--attention-backend {BACKEND_NAME}: layer {name} asks {asked}, possible is {possible}"
-        )
-
-    if layer.head_dim not in SUPPORTED_HEAD_DIMS:
-        refuse(f"head_dim {layer.head_dim}", f"one of {', '.join(map(str, SUPPORTED_HEAD_DIMS))}")
-    if layer.qk_head_dim != layer.v_head_dim or layer.tp_k_head_num != layer.tp_v_head_num:
-        refuse(
-            f"K {layer.tp_k_head_num}x{layer.qk_head_dim}, V {layer.tp_v_head_num}x{layer.v_head_dim}",
-            "equal K and V shapes",
-        )
-    if (layer.tp_k_head_num, layer.head_dim) != (pool.head_num, pool.head_dim):
-        refuse(
-            f"{layer.tp_k_head_num} KV heads of {layer.head_dim}",
-            f"the {pool.head_num} of {pool.head_dim} of the model's other layers",
-        )
-    if layer.use_irope or layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0:
-        refuse("position-dependent attention scores", "plain scaled dot products")
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        refuse(f"a sliding window of {layer.sliding_window_size}", "full attention")
-    if layer.logit_cap:
-        refuse(f"logit soft-capping at {layer.logit_cap}", "plain softmax")
-    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        refuse("cross- or encoder attention", "causal decoder attention")

@@ -14,7 +14,7 @@ from sglang_inplacekv.allocator import InplaceAllocator
 from sglang_inplacekv.config import InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.cores import team_cores
 from sglang_inplacekv.executors import make_executor
-from sglang_inplacekv.pool import InplaceMHAPool
+from sglang_inplacekv.pool import InplaceMHAPool, InplaceMLAPool, RegionPool
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.server_defaults import check_settings
 from sglang_inplacekv.sizing import kv_shape, take_planned
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @refuses_in_one_line
-def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
+def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
     """The pool of a KVCacheConfigurator, with its arena mapped and touched: nothing is allocated after this."""
     planned = take_planned(kvc)
     if planned.capacity_tokens != sizes.max_total_num_tokens:
@@ -34,7 +34,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     team = cpu_attn.Executor(cores=team_cores(config.threads))
     device = torch.device(kvc.device).type
     regions = Regions(config, kv_shape(kvc), planned, team, device)
-    pool = InplaceMHAPool(
+    pool = (InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool)(
         regions,
         make_executor(regions, device),
         req_to_token_pool,
@@ -51,16 +51,21 @@ def build_pool(kvc, sizes, req_to_token_pool) -> InplaceMHAPool:
     return pool
 
 
-def build_allocator(pool: InplaceMHAPool) -> InplaceAllocator:
+def build_allocator(pool: RegionPool) -> InplaceAllocator:
     return InplaceAllocator(pool.size, pool.page_size, pool.dtype, pool.device, pool, pool.regions.homes)
 
 
 @refuses_in_one_line
 def build_backend(runner):
     """Factory behind `--attention-backend inplacekv`; runs in the scheduler process, and refuses rather than serve wrongly."""
-    from sglang_inplacekv.backend import InplaceAttnBackend, check_model
+    from sglang_inplacekv.backend import InplaceAttnBackend
+    from sglang_inplacekv.model_check import check_model
 
     hooks.verify()
+    if runner.use_mla_backend:
+        from sglang_inplacekv import mla
+
+        mla.register()
     check_settings(resolving_view(get_server_args()))
     check_model(runner)
     return InplaceAttnBackend(runner)

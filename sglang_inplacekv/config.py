@@ -107,6 +107,7 @@ TEST_KNOBS = {
     "TILE_TOKENS": "tokens of one P tile",
     "TRANSFER": "how the GPU gets T in a decode: dma, or zero-copy, by kernels that read host memory",
     "JITTER_SEED": "seed of random delays on the copy, flush, write and compute queues; -1 is off",
+    "VERIFY": "compare what the host believes about page ids with SGLang's table in each decode step",
     "POISON": "overwrite P tiles, released windows and freed pages with NaN",
     "WAIT_TIMEOUT_S": "seconds after which any internal wait fails",
 }
@@ -127,6 +128,7 @@ class InplaceConfig:
     transfer: str = "dma"
     jitter_seed: int | None = None
     poison: bool = False
+    verify: bool = False
     wait_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -181,6 +183,7 @@ class InplaceConfig:
             transfer=knob["TRANSFER"].lower() or "dma",
             tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
             jitter_seed=None if seed < 0 else seed,
+            verify=_parse_bool("SGLANG_INPLACEKV_VERIFY", knob["VERIFY"]),
             poison=_parse_bool("SGLANG_INPLACEKV_POISON", knob["POISON"]),
             wait_timeout_s=_parse_seconds("SGLANG_INPLACEKV_WAIT_TIMEOUT_S", timeout) if timeout else 120.0,
         )

@@ -12,9 +12,10 @@ Device tensor of one layer, in pages, half-open (same ids for D, so a D page's i
     [1, 1 + D)                   D homes
     [1 + D, 1 + D + W)           decode windows: a private range, never ids, never capacity
 
-Host chunk, layer-major: [layer][page of chunk][K|V] blocks of G * kv_heads * head_dim elements. A block is `[kv_heads][G][d]`
-while the chunk is C and `[G][kv_heads][d]` while it is T. Both layouts of a page cover the same bytes, so a chunk changes role
-without any other page noticing, and one layer's adjacent pages are one copy.
+Host chunk, layer-major: [layer][page of chunk][part] blocks of G * kv_heads * head_dim elements. Parts are K and V, or in a
+latent (MLA) cache one row whose beginning is V. A block is `[kv_heads][G][d]` while the chunk is C and `[G][kv_heads][d]` while
+it is T. Both layouts of a page cover the same bytes, so a chunk changes role without any other page noticing, and one layer's
+adjacent pages are one copy.
 
 Who owns a request's tokens, as half-open intervals of its n tokens with b = n // G * G:
 
@@ -37,27 +38,42 @@ DEFAULT_TILE_TOKENS = 2048
 DEFAULT_TILE_TOKENS_CUDA = 32768  # 64 MiB of Qwen3-30B-A3B: long copies, few calls of the attention kernel
 STAGING_LAYERS = 2
 WORKSPACE_BYTES_CUDA = 128 * 2**20  # FlashInfer's split results
+PLAN_BYTES_CUDA = 2 * 2**20  # FlashInfer's plan of one call, on the GPU and in pinned memory each
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Per-rank KV geometry of a GQA or MHA model."""
+    """Per-rank KV geometry.
+
+    GQA and MHA: kv_heads x head_dim, twice. MLA: one head of head_dim = lora rank + rope, whose first value_dim elements are V.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     page_size: int  # tokens, G
+    value_dim: int | None = None  # None: V is a part of its own, as wide as K
+
+    @property
+    def parts(self) -> int:
+        """Blocks of one page of one layer: K and V, or K alone."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def out_dim(self) -> int:
+        """Width of attention's output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def block_bytes(self) -> int:
-        """K or V of one page of one layer."""
+        """One part of one page of one layer."""
         return self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
-        """K and V of one page of all layers."""
-        return 2 * self.block_bytes * self.layers
+        """One page of all layers."""
+        return self.parts * self.block_bytes * self.layers
 
     @property
     def token_bytes(self) -> int:
@@ -177,7 +193,7 @@ def _device_pages(
             )
         return config.gpu_memory_tokens // shape.page_size
     budget = config.gpu_memory_bytes if config.gpu_memory_bytes is not None else auto_bytes
-    layer_page = 2 * shape.block_bytes
+    layer_page = shape.parts * shape.block_bytes
     window_bytes, tile_bytes = windows * shape.page_bytes, 2 * tile_pages * layer_page
     staging_bytes = STAGING_LAYERS * -(-staging_tokens // shape.page_size) * layer_page
     left = budget - window_bytes - tile_bytes - staging_bytes - workspace_bytes

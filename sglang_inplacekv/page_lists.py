@@ -44,6 +44,7 @@ class PageLists:
     def clear(self) -> None:
         self._known.clear()
         self._owner.clear()
+        self._handed_out = []
 
     def of_extend(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each."""

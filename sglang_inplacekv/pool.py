@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.metrics import StepMetrics
@@ -13,47 +13,22 @@ from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 
 
-class InplaceMHAPool(MHATokenToKVPool):
-    """KV of a GQA or MHA model in four regions.
+class RegionPool(KVCache):
+    """What the pools of all KV layouts have in common; a mixin before SGLang's pool class.
 
-    For a forward whose pages are all homed in D it is a stock pool over the device tensors, whose rows D's token ids are
-    (`device_only`). In every other forward, whoever tries to read or write behind set_kv_buffer's back (a fused store, a copy
-    to a host cache) gets an error, never wrong bytes.
+    In a forward that holds a host page, whoever tries to read or write behind the write methods' back (a fused store, a copy to
+    a host cache) gets an error, never wrong bytes. `device_only` is set for a forward whose pages are all homed in D: then the
+    device tensors are a stock pool, whose rows D's token ids are.
     """
 
-    def __init__(
-        self,
-        regions: Regions,
-        executor: Executor,
-        req_to_token_pool,
-        *,
-        start_layer: int,
-        end_layer: int,
-        device: str,
-    ) -> None:
-        shape, sizes = regions.shape, regions.sizes
+    def _attach(self, regions: Regions, executor: Executor, req_to_token_pool) -> None:
         self.regions, self.executor = regions, executor
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
         self.device_only = False
         self.metrics = StepMetrics(regions)
-        self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.poison)
-        super().__init__(
-            sizes.capacity_tokens,
-            shape.page_size,
-            shape.dtype,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.layers,
-            device,
-            enable_memory_saver=False,
-            start_layer=start_layer,
-            end_layer=end_layer,
-            kv_cache_layout="nhd",
-        )
-
-    def _create_buffers(self) -> None:
-        self.k_buffer, self.v_buffer = self.regions.device_k, self.regions.device_v
+        page_size = regions.shape.page_size
+        self.page_lists = PageLists(req_to_token_pool, page_size, verify=regions.config.verify)
 
     def all_in_device(self, spans: list[Span]) -> bool:
         """Whether every page of `spans` is homed in D."""
@@ -82,28 +57,6 @@ class InplaceMHAPool(MHATokenToKVPool):
         self.regions.check_integrity()
         self.metrics.export()
 
-    def set_kv_buffer(
-        self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_
-    ) -> None:
-        """Write this forward's K/V, [tokens, kv_heads, head_dim], to where its plan says."""
-        if self.device_only:
-            super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override)
-            return
-        loc, _, _ = unwrap_write_loc(loc_info)
-        if self.plan is None or len(loc) != self.plan.tokens:
-            raise RuntimeError(
-                f"KV write of {len(loc)} tokens outside the planned forward ({self.plan and self.plan.tokens})"
-            )
-        if k_scale is not None or v_scale is not None:
-            raise RuntimeError("scaled KV writes are not supported: use --kv-cache-dtype auto")
-        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
-        shape = (-1, self.head_num, self.head_dim)
-        self.executor.write_layer(
-            layer_id - self.start_layer,
-            cache_k.to(self.dtype).view(shape),
-            cache_v.to(self.dtype).view(shape),
-        )
-
     def pages_freed(self, pages: list[int]) -> None:
         self.page_lists.page_freed()
         self.regions.pages_freed(pages)
@@ -121,10 +74,17 @@ class InplaceMHAPool(MHATokenToKVPool):
             live[pages] = True
         return self.regions.homes.device_used_pages - int(live[1 : self.regions.sizes.first_host_page].sum())
 
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of (K, V): device tensors and host arena together, halves of one."""
-        total = self.regions.device_bytes + self.regions.arena.nbytes
-        return total // 2, total // 2
+    def _check_write(self, loc_info) -> None:
+        loc, _, _ = unwrap_write_loc(loc_info)
+        if self.plan is None or len(loc) != self.plan.tokens:
+            raise RuntimeError(
+                f"KV write of {len(loc)} tokens outside the planned forward ({self.plan and self.plan.tokens})"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Device tensors and host arena together."""
+        return self.regions.device_bytes + self.regions.arena.nbytes
 
     def _refuse(self, what: str):
         raise RuntimeError(
@@ -164,3 +124,114 @@ class InplaceMHAPool(MHATokenToKVPool):
 
     def register_layer_transfer_counter(self, layer_transfer_counter) -> None:
         self._refuse("register_layer_transfer_counter")
+
+
+class InplaceMHAPool(RegionPool, MHATokenToKVPool):
+    """KV of a GQA or MHA model in four regions."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        executor: Executor,
+        req_to_token_pool,
+        *,
+        start_layer: int,
+        end_layer: int,
+        device: str,
+    ) -> None:
+        shape = regions.shape
+        self._attach(regions, executor, req_to_token_pool)
+        MHATokenToKVPool.__init__(
+            self,
+            regions.sizes.capacity_tokens,
+            shape.page_size,
+            shape.dtype,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.layers,
+            device,
+            enable_memory_saver=False,
+            start_layer=start_layer,
+            end_layer=end_layer,
+            kv_cache_layout="nhd",
+        )
+
+    def _create_buffers(self) -> None:
+        self.k_buffer, self.v_buffer = self.regions.device_k, self.regions.device_v
+
+    def set_kv_buffer(
+        self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None, **_
+    ) -> None:
+        """Write this forward's K/V, [tokens, kv_heads, head_dim], to where its plan says."""
+        if self.device_only:
+            super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override)
+            return
+        self._check_write(loc_info)
+        if k_scale is not None or v_scale is not None:
+            raise RuntimeError("scaled KV writes are not supported: use --kv-cache-dtype auto")
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        shape = (-1, self.head_num, self.head_dim)
+        self.executor.write_layer(
+            layer_id - self.start_layer,
+            cache_k.to(self.dtype).view(shape),
+            cache_v.to(self.dtype).view(shape),
+        )
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of (K, V), halves of one."""
+        return self.nbytes // 2, self.nbytes // 2
+
+
+class InplaceMLAPool(RegionPool, MLATokenToKVPool):
+    """The latent KV of an MLA model in four regions: one row a token, whose first kv_lora_rank elements are V."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        executor: Executor,
+        req_to_token_pool,
+        *,
+        start_layer: int,
+        end_layer: int,
+        device: str,
+    ) -> None:
+        shape = regions.shape
+        self._attach(regions, executor, req_to_token_pool)
+        MLATokenToKVPool.__init__(
+            self,
+            regions.sizes.capacity_tokens,
+            shape.page_size,
+            shape.dtype,
+            shape.out_dim,
+            shape.head_dim - shape.out_dim,
+            shape.layers,
+            device,
+            enable_memory_saver=False,
+            start_layer=start_layer,
+            end_layer=end_layer,
+        )
+
+    def _create_buffers(self) -> None:
+        self.kv_buffer = self.regions.device_k
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override=None, **_) -> None:
+        """Write this forward's latent rows, cache_k [tokens, 1, kv_lora_rank + rope], to where its plan says.
+
+        cache_v, their beginning, is not looked at.
+        """
+        if self.device_only:
+            super().set_kv_buffer(layer, loc_info, cache_k, cache_v, layer_id_override)
+            return
+        self._check_write(loc_info)
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        latent = cache_k.to(self.dtype).view(-1, 1, self.kv_cache_dim)
+        self.executor.write_layer(layer_id - self.start_layer, latent)
+
+    def set_mla_kv_buffer(self, *args, **kwargs):
+        self._refuse("set_mla_kv_buffer")
+
+    def get_mla_kv_buffer(self, *args, **kwargs):
+        self._refuse("get_mla_kv_buffer")
+
+    def get_kv_size_bytes(self) -> int:
+        return self.nbytes

@@ -18,8 +18,8 @@ from sglang_inplacekv.write_scope import WriteScope
 class Regions:
     """Owner of all KV bytes.
 
-    device_kv [layers, 2, device_tensor_pages * G, kv_heads, head_dim] holds D homes and windows; device_k[layer] and
-    device_v[layer] are its parts. The host arena holds C and T. P belongs to the executor that streams.
+    device_kv [layers, parts, device_tensor_pages * G, kv_heads, head_dim] holds D homes and windows; device_k[layer] and
+    device_v[layer] are what attention reads of it. The host arena holds C and T. P belongs to the executor that streams.
     """
 
     def __init__(
@@ -39,9 +39,13 @@ class Regions:
         rows = sizes.device_tensor_pages * shape.page_size
         fill = torch.nan if config.poison else 0.0
         self.device_kv = torch.full(
-            (shape.layers, 2, rows, shape.kv_heads, shape.head_dim), fill, dtype=shape.dtype, device=device
+            (shape.layers, shape.parts, rows, shape.kv_heads, shape.head_dim),
+            fill,
+            dtype=shape.dtype,
+            device=device,
         )
-        self.device_k, self.device_v = ([layer[part] for layer in self.device_kv] for part in (0, 1))
+        self.device_k = [layer[0] for layer in self.device_kv]
+        self.device_v = [layer[-1][..., : shape.out_dim] for layer in self.device_kv]
 
     @property
     def device_bytes(self) -> int:
@@ -72,6 +76,8 @@ class Regions:
         for page in pages:
             self.windows.page_freed(page)
         if self.config.poison:
+            if self.device_kv.is_cuda:
+                torch.cuda.synchronize()  # a forward that still reads them may be in flight
             for page in pages:
                 self._poison_page(page)
 

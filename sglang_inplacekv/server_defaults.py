@@ -105,7 +105,7 @@ def check_resolved(args: Any) -> None:
         )
     check_settings(settings)
     model_config = model_config_of(args)
-    _check_model(model_config)
+    _check_model(model_config, on_cpu=_on_cpu(settings))
     check_budgets(settings, model_config)
 
 
@@ -124,7 +124,7 @@ def check_settings(settings: Any) -> None:
     _check_chunk(settings)
 
 
-def _check_model(model_config: Any) -> None:
+def _check_model(model_config: Any, *, on_cpu: bool) -> None:
     """Refuse what the configuration alone gives away; the layers themselves are checked when they exist."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
@@ -132,13 +132,14 @@ def _check_model(model_config: Any) -> None:
     def refuse(asked: str, possible: str) -> None:
         raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked {asked}, possible are {possible}")
 
-    if model_config.attention_arch == AttentionArch.MLA:
-        refuse("an MLA model", "GQA and MHA models")
+    is_mla = model_config.attention_arch == AttentionArch.MLA
+    if is_mla and not on_cpu:
+        refuse("an MLA model on a GPU", "GQA and MHA models there, and MLA models on hosts without one")
     if mambaish_config(model_config) is not None:
         refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")
     if model_config.is_hybrid_swa:
         refuse("a model with sliding-window layers", "models with full attention in every layer")
-    if model_config.head_dim not in SUPPORTED_HEAD_DIMS:
+    if not is_mla and model_config.head_dim not in SUPPORTED_HEAD_DIMS:
         refuse(f"head_dim {model_config.head_dim}", ", ".join(map(str, SUPPORTED_HEAD_DIMS)))
 
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 from sglang.srt.runtime_context import get_parallel, get_schedule
 
@@ -19,6 +20,7 @@ from sglang_inplacekv.config import ConfigError, InplaceConfig, refuses_in_one_l
 from sglang_inplacekv.layout import (
     DEFAULT_TILE_TOKENS,
     DEFAULT_TILE_TOKENS_CUDA,
+    PLAN_BYTES_CUDA,
     WORKSPACE_BYTES_CUDA,
     KVShape,
     RegionSizes,
@@ -31,6 +33,7 @@ _MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Without a GPU there is no device memory to size D from: a bounded stand-in, and the user's own figure beats it.
 _CPU_DEVICE_BYTES = 2**30
 _HOST_SHARE_AUTO = 0.5
+_OTHER_PLANS = 20  # of D, and of each size of captured decode
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,20 @@ def kv_shape(kvc) -> KVShape:
     """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
     if kvc.kv_cache_dtype not in _MODEL_DTYPES:
         _refuse_dtype(kvc.kv_cache_dtype_str)
+    parallel = get_parallel()
     return KVShape(
         layers=kvc.layer_info.num_effective_layers,
-        kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size, get_parallel().attn_dcp_size),
-        head_dim=kvc.model_config.head_dim,
         dtype=kvc.kv_cache_dtype,
         page_size=kvc.page_size,
+        **_heads(kvc.model_config, parallel.attn_tp_size, parallel.attn_dcp_size),
     )
+
+
+def _heads(model_config, *parallel: int) -> dict[str, int]:
+    if model_config.attention_arch == AttentionArch.MLA:
+        rank, rope = model_config.kv_lora_rank, model_config.qk_rope_head_dim
+        return {"kv_heads": 1, "head_dim": rank + rope, "value_dim": rank}
+    return {"kv_heads": model_config.get_num_kv_heads(*parallel), "head_dim": model_config.head_dim}
 
 
 def _refuse_dtype(asked: str) -> None:
@@ -75,8 +85,7 @@ def check_budgets(settings, model_config) -> None:
         _refuse_dtype(settings.kv_cache_dtype)
     shape = KVShape(
         layers=model_config.num_hidden_layers,
-        kv_heads=model_config.get_num_kv_heads(1, 1),
-        head_dim=model_config.head_dim,
+        **_heads(model_config, 1, 1),
         dtype=_KV_DTYPES.get(settings.kv_cache_dtype, model_config.dtype),
         page_size=settings.page_size,
     )
@@ -133,22 +142,30 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
     """Regions for `demand` where the device has `device_bytes` left; ConfigError if a budget cannot be met."""
     config, shape = InplaceConfig.from_env(), demand.shape
     host_available = host_memory_available()
+    host_bytes = min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes)
     sizes = plan_regions(
         config,
         shape,
         max_running_requests=demand.max_running_requests,
         device_bytes_auto=min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes,
-        host_bytes_auto=min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes),
+        host_bytes_auto=host_bytes,
         staging_tokens=demand.chunk_tokens,
         capacity_tokens=capacity_tokens,
         tile_tokens=DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA,
-        workspace_bytes=0 if demand.on_cpu else WORKSPACE_BYTES_CUDA,
+        workspace_bytes=0 if demand.on_cpu else _workspace_bytes(config, shape, host_bytes),
     )
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)
     if demand.on_cpu:
         _check_stand_in(sizes.device_tensor_pages * shape.page_bytes, host_available - arena_bytes)
     return sizes
+
+
+def _workspace_bytes(config: InplaceConfig, shape: KVShape, host_bytes_auto: int) -> int:
+    """What the attention kernels hold on a GPU: shared split results, and a plan for each tile of a layer, in two layouts."""
+    host_tokens = (config.host_memory_bytes or host_bytes_auto) // shape.token_bytes
+    tiles = -(-host_tokens // (config.tile_tokens or DEFAULT_TILE_TOKENS_CUDA))
+    return WORKSPACE_BYTES_CUDA + (2 * tiles + _OTHER_PLANS) * PLAN_BYTES_CUDA
 
 
 def _check_stand_in(asked_bytes: int, available_bytes: int) -> None:

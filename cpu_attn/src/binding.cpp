@@ -25,7 +25,8 @@ namespace {
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
 
-// Raised by every incompatible change of the functions below; library.py asks for it.
+// Raised by every incompatible change of the functions below, not by additions; library.py asks
+// for it.
 constexpr int64_t kAbiVersion = 1;
 
 std::atomic<const Kernel*> selected{nullptr};
@@ -91,7 +92,17 @@ KvRef kv_new(int64_t page_size, int64_t kv_heads, int64_t head_dim) {
   kv->page_size = static_cast<int32_t>(page_size);
   kv->kv_heads = static_cast<int32_t>(kv_heads);
   kv->head_dim = static_cast<int32_t>(head_dim);
+  kv->value_dim = kv->head_dim;
   return make_handle<KvRef, KvRefObject>(std::move(kv));
+}
+
+// One row of `width` elements a token, the first `value_dim` of them the value; kv_add takes the
+// rows as both k and v, with one head.
+KvRef kv_new_latent(int64_t page_size, int64_t width, int64_t value_dim) {
+  KvRef ref = kv_new(page_size, 1, width);
+  (*ref)->value_dim = static_cast<int32_t>(value_dim);
+  (*ref)->latent = true;
+  return ref;
 }
 
 // k, v: [pages, page_size, kv_heads, head_dim]
@@ -177,6 +188,14 @@ JobRef submit_read(ExecutorRef executor, TensorView buffer) {
   return submit(executor, [=](Team& team) { team.read(kernel, data, bytes); });
 }
 
+JobRef submit_multiply(ExecutorRef executor, int64_t rounds) {
+  const Kernel* kernel = selected.load();
+  return submit(executor, [=](Team& team) { team.multiply(kernel, rounds); });
+}
+
+// FLOPs of one round of one thread.
+double multiply_flops() { return selected.load()->multiply(1); }
+
 CopyRef copy_new() {
   return make_handle<CopyRef, CopyRefObject>(std::make_shared<std::vector<CopyPair>>());
 }
@@ -249,6 +268,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, cpu_attn::abi_version)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(supported_isa, cpu_attn::supported_isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_isa, cpu_attn::select_isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_new, cpu_attn::kv_new)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_new_latent, cpu_attn::kv_new_latent)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_add, cpu_attn::kv_add)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(table_new, cpu_attn::table_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, cpu_attn::decode)
@@ -257,6 +277,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(executor_close, cpu_attn::executor_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_decode, cpu_attn::submit_decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_first_touch, cpu_attn::submit_first_touch)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_read, cpu_attn::submit_read)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_multiply, cpu_attn::submit_multiply)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_flops, cpu_attn::multiply_flops)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_new, cpu_attn::copy_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_add, cpu_attn::copy_add)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_copy, cpu_attn::submit_copy)

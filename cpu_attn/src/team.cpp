@@ -24,10 +24,10 @@ size_t lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 
 // What the arena holds: the states of split requests, then each worker's scratch and state.
 struct ArenaMap {
-  ArenaMap(const Shape& shape, int slot_count, int worker_count)
-      : heads(lines(shape.q_heads)),
-        state(2 * heads + lines(static_cast<size_t>(shape.q_heads) * shape.head_dim)),
-        scratch(lines(scratch_floats(shape))),
+  ArenaMap(const Shape& shape, size_t scratch_floats, int slot_count, int worker_count)
+      : heads(lines(padded_heads(shape))),
+        state(2 * heads + lines(padded_heads(shape) * shape.value_dim)),
+        scratch(lines(scratch_floats)),
         slots(slot_count),
         workers(worker_count) {}
 
@@ -84,18 +84,18 @@ float* Team::arena(size_t floats) {
 
 void Team::decode(const DecodeCall& call) {
   const Kv& kv = *call.kv;
-  const Kernel& kernel = *call.kernel;
+  const Attention& attention = kv.latent ? call.kernel->latent : call.kernel->heads;
   make_plan(call.table, kv.regions, kv.page_size, threads_, plan_);
-  const Shape shape{call.q_heads, kv.kv_heads,  kv.head_dim,        kv.page_size,
-                    kv.dtype,     call.q_dtype, call.scale * kLog2E};
-  const ArenaMap map(shape, plan_.slots, threads_);
+  const Shape shape{call.q_heads, kv.kv_heads, kv.head_dim,  kv.value_dim,
+                    kv.page_size, kv.dtype,    call.q_dtype, call.scale * kLog2E};
+  const ArenaMap map(shape, attention.scratch_floats(shape), plan_.slots, threads_);
   float* memory = arena(map.floats());
   std::vector<State> slots;
   for (int i = 0; i < plan_.slots; ++i) slots.push_back(map.slot(memory, i));
   const auto finish = [&](int64_t b, int h, const State* parts, int count) {
-    kernel.finish(shape, parts, count, h,
-                  call.out + b * call.out_batch_stride + h * call.out_head_stride,
-                  call.lse + b * call.lse_batch_stride + h * call.lse_head_stride);
+    attention.finish(shape, parts, count, h,
+                     call.out + b * call.out_batch_stride + h * call.out_head_stride,
+                     call.lse + b * call.lse_batch_stride + h * call.lse_head_stride);
   };
 
   const auto attend = [&](int w, int share) {
@@ -105,7 +105,7 @@ void Team::decode(const DecodeCall& call) {
                             plan_.entries.data() + plan_.first_entry[part.request], part.begin,
                             part.end};
       const State state = part.slot < 0 ? map.state_of(memory, w) : slots[part.slot];
-      kernel.accumulate(shape, kv.regions.data(), segment, map.scratch_of(memory, w), state);
+      attention.accumulate(shape, kv.regions.data(), segment, map.scratch_of(memory, w), state);
       if (part.slot >= 0) continue;
       for (int h = 0; h < call.q_heads; ++h) finish(part.request, h, &state, 1);
     }
@@ -179,6 +179,10 @@ uint64_t Team::read(const Kernel* kernel, const char* data, int64_t bytes) {
     sum += kernel->read(data + begin, cut(bytes, share + 1, shares) - begin);
   });
   return sum;
+}
+
+void Team::multiply(const Kernel* kernel, int64_t rounds) {
+  for_each_worker(threads_, [&](int) { kernel->multiply(rounds); });
 }
 
 bool Team::pin(const std::vector<int>& cores) {

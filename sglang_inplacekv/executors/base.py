@@ -17,7 +17,8 @@ from sglang_inplacekv.tickets import Ticket
 
 
 class Executor(ABC):
-    """Runs one forward at a time: begin_forward, then per layer write_layer and decode or extend, then end_forward.
+    """Runs one forward at a time: begin_forward, then per layer write_layer and extend, or the parts of a decode, then
+    end_forward.
 
     Layers are counted from 0 on this rank. Tensors are over the forward's new tokens, request after request.
     """
@@ -43,11 +44,14 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put k and v, [tokens, kv_heads, head_dim] in the KV dtype, where the plan says. They may be reused on return."""
+    def write_layer(self, layer: int, *parts: torch.Tensor) -> None:
+        """Put `parts` (k and v, or a latent), each [tokens, kv_heads, head_dim] in the KV dtype, where the plan says.
+
+        They may be reused on return.
+        """
 
     def decode(self, layer: int, q: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-        """Attend q [requests, q_heads, head_dim] over all planned tokens, into out of the same shape."""
+        """Attend q [requests, q_heads, head_dim] over all planned tokens, into out [requests, q_heads, out_dim]."""
         state = self.decode_device(layer, q, scale)
         self.decode_host(layer, q, scale)
         self.decode_merge(state, out)
@@ -63,9 +67,9 @@ class Executor(ABC):
         """The decode that follows, of `rows` rows, is warmed up and captured: there is no plan."""
         raise NotImplementedError(f"{type(self).__name__} has no CUDA graphs")
 
-    def write_decoded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_decoded(self, layer: int, *parts: torch.Tensor) -> None:
         """write_layer of a decode."""
-        self.write_layer(layer, k, v)
+        self.write_layer(layer, *parts)
 
     @abstractmethod
     def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> Any:
@@ -106,6 +110,17 @@ class Executor(ABC):
     @abstractmethod
     def _submit_flush(self, page: int) -> Ticket:
         """Queue the copy of `page`'s window to its home."""
+
+    def _attend_computed(
+        self, layer: int, q: torch.Tensor, table: cpu_attn.PageTable, scale: float, **into: torch.Tensor
+    ) -> cpu_attn.Job:
+        """Queue the CPU team's attention over C."""
+        kv, team = self._kv[layer], self.regions.team
+        if isinstance(kv, cpu_attn.PagedLatent):
+            return team.submit_paged_mla_decode(q, kv, table, scale, **into)
+        if kv is None:
+            raise RuntimeError(f"{self._plan.who}, layer {layer}: pages in region C, which has no memory")
+        return team.submit_paged_decode(q, kv, table, scale, **into)
 
     def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

@@ -34,8 +34,8 @@ from sglang_inplacekv.tickets import Ticket, wait_all
 class _State:
     """Partial states of one layer, merged row by row as its parts arrive on the compute queue."""
 
-    def __init__(self, rows: int, heads: int, head_dim: int) -> None:
-        self.out, self.lse = empty_state(rows, heads, head_dim)
+    def __init__(self, rows: int, heads: int, out_dim: int) -> None:
+        self.out, self.lse = empty_state(rows, heads, out_dim)
 
     def merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.out[rows], self.lse[rows] = merge_states(self.out[rows], self.lse[rows], out, lse)
@@ -63,7 +63,8 @@ class CpuExecutor(Executor):
         block = shape.block_bytes // shape.dtype.itemsize
         fill = torch.nan if self._poison else 0.0
         self._tiles = [
-            torch.full((regions.sizes.tile_pages, 2, block), fill, dtype=shape.dtype) for _ in range(2)
+            torch.full((regions.sizes.tile_pages, shape.parts, block), fill, dtype=shape.dtype)
+            for _ in range(2)
         ]
         self._current: _Forward | None = None
 
@@ -97,22 +98,22 @@ class CpuExecutor(Executor):
         wait_all(waiting, self._timeout_s, f"{plan.who}, region C,")
         return compute_table(plan, self.regions.sizes)
 
-    def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_layer(self, layer: int, *parts: torch.Tensor) -> None:
         forward = self._forward
-        self.regions.device_k[layer][forward.write_slots] = k[forward.write_tokens]
-        self.regions.device_v[layer][forward.write_slots] = v[forward.write_tokens]
-        forward.homes.write(layer, k, v, self._timeout_s)
+        for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
+            target[forward.write_slots] = source[forward.write_tokens]
+        forward.homes.write(layer, parts, self._timeout_s)
 
     def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> _State:
         """Queue the parts over D and P; they go on while decode_host attends C."""
-        self._state = _State(*q.shape)
+        self._state = _State(len(q), q.shape[1], self.regions.shape.out_dim)
         self._parts = self._attend_device_side(self._state, layer, q, scale)
         return self._state
 
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
-        kv, table, job = self._kv[layer], self._forward.table, None
-        if kv is not None and table is not None:
-            job = self.regions.team.submit_paged_decode(q, kv, table, scale)
+        table, job = self._forward.table, None
+        if table is not None:
+            job = self._attend_computed(layer, q, table, scale)
         self._wait(self._parts, layer)
         if job is not None:
             self._state.merge(slice(None), *self._collect(job, layer))
@@ -129,7 +130,7 @@ class CpuExecutor(Executor):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        state, rows = _State(*q.shape), self._forward.rows
+        state, rows = _State(len(q), q.shape[1], self.regions.shape.out_dim), self._forward.rows
 
         def attend_chunk() -> None:
             for own in rows:
@@ -176,13 +177,14 @@ class CpuExecutor(Executor):
     ) -> None:
         shape = self.regions.shape
         if tile.role == ROLE_COMPUTE:
-            pages = buffer.view(-1, 2, shape.kv_heads, shape.page_size, shape.head_dim).transpose(2, 3)
+            inner = (shape.kv_heads, shape.page_size)
+            pages = buffer.view(-1, shape.parts, *inner, shape.head_dim).transpose(2, 3)
         else:
-            pages = buffer.view(-1, 2, shape.page_size, shape.kv_heads, shape.head_dim)
+            pages = buffer.view(-1, shape.parts, shape.page_size, shape.kv_heads, shape.head_dim)
         for request, places in tile.readers:
             rows = forward.rows[request]
-            k, v = (pages[places, part].flatten(0, 1) for part in (0, 1))
-            state.merge(rows, *partial_attention(q[rows], k, v, scale))
+            k, v = (pages[places, part].flatten(0, 1) for part in (0, -1))
+            state.merge(rows, *partial_attention(q[rows], k, v[..., : shape.out_dim], scale))
         if self._poison:
             buffer.fill_(torch.nan)
 

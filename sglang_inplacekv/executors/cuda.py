@@ -22,6 +22,7 @@ import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
 from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferTimings
+from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_paged import (
     ChunkAttention,
     Geometry,
@@ -54,6 +55,7 @@ class _Forward:
     rows: int  # of q: the plan's tokens, or those of the captured decode that is replayed
     replayed: bool
     planned: bool = False
+    padded: bool = False
     tiles: list[PagedAttention] = field(default_factory=list)
 
 
@@ -63,7 +65,7 @@ class CudaExecutor(Executor):
         shape, sizes = regions.shape, regions.sizes
         self._copy_stream, self._write_stream, self._flush_stream = (torch.cuda.Stream() for _ in range(3))
         block = shape.block_bytes // shape.dtype.itemsize
-        tile = (sizes.tile_pages, 2, block)
+        tile = (sizes.tile_pages, shape.parts, block)
         self._tiles = [torch.zeros(tile, dtype=shape.dtype, device="cuda") for _ in range(2)]
         self._bounce = [torch.zeros(tile, dtype=shape.dtype, pin_memory=True) for _ in range(2)]
         self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
@@ -73,8 +75,10 @@ class CudaExecutor(Executor):
         self._tile_attention: dict[str, list[PagedAttention]] = {"NHD": [], "HND": []}
         # By number of rows: what captured decodes attend D with, and the geometry they were captured for.
         self._captured: dict[int, PagedAttention] = {}
+        self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
+        self._planning = torch.cuda.Event()  # the last plan has left pinned memory
         self._hand: HandOver | None = None
         self._current: _Forward | None = None
         self._ended: deque[_Forward] = deque()  # their clocks are still to be read
@@ -104,7 +108,7 @@ class CudaExecutor(Executor):
         self._capturing_rows = None
         wait_all(plan.pending.values(), self._timeout_s, f"{plan.who}, region C or T,")
         self._retire_clocks()
-        slots = _to_gpu(plan.device_slots)
+        slots = to_gpu(plan.device_slots)
         if plan.is_decode:
             # Page 0 is padding: rows that only fill a captured batch up write there.
             self._decode_slots[: len(slots)] = slots
@@ -114,7 +118,7 @@ class CudaExecutor(Executor):
         self._current = _Forward(
             plan,
             np.array([span.new_tokens for span in plan.spans], dtype=np.int32),
-            None if everything else _to_gpu(plan.device_tokens),
+            None if everything else to_gpu(plan.device_tokens),
             slots,
             CudaHomeWriter(self.regions, self._queues["write"], plan, self._write_stream),
             CudaTileStream(
@@ -157,21 +161,20 @@ class CudaExecutor(Executor):
         taken, self._transfers = self._transfers, _no_transfers()
         return taken
 
-    def write_decoded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        slots = self._decode_slots[: len(k)]
-        self.regions.device_k[layer].index_copy_(0, slots, k)
-        self.regions.device_v[layer].index_copy_(0, slots, v)
+    def write_decoded(self, layer: int, *parts: torch.Tensor) -> None:
+        for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
+            target.index_copy_(0, self._decode_slots[: len(source)], source)
 
-    def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_layer(self, layer: int, *parts: torch.Tensor) -> None:
         forward = self._forward
         if forward.plan.is_decode:
-            self.write_decoded(layer, k, v)
+            self.write_decoded(layer, *parts)
             return
         if len(forward.write_slots):
             tokens = forward.write_tokens
-            for target, source in ((self.regions.device_k[layer], k), (self.regions.device_v[layer], v)):
+            for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
                 target.index_copy_(0, forward.write_slots, source if tokens is None else source[tokens])
-        forward.homes.write(layer, k, v, self._timeout_s)
+        forward.homes.write(layer, parts, self._timeout_s)
 
     def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> State:
         if self._capturing_rows is not None:
@@ -182,7 +185,7 @@ class CudaExecutor(Executor):
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
-        rows, kv, table = forward.plan.tokens, self._kv[layer], forward.table
+        rows, table = forward.plan.tokens, forward.table
         q, job = q[:rows], None
         if table is not None:
             hand.send(q)
@@ -191,11 +194,13 @@ class CudaExecutor(Executor):
             self._in_place.run(q, self.regions.arena.zero_copy_layer(layer), hand.transferred(rows))
         elif forward.tiles:
             self._attend_tiles(layer, q, hand.transferred(rows))
-        if kv is not None and table is not None:
+        if table is not None:
+            arrived = hand.arrived(rows)
+            if not forward.padded:
+                hand.clear_padding(forward.rows, rows)
+                forward.padded = True
             out, lse = (part[:rows] for part in hand.to_compute(forward.rows))
-            job = self.regions.team.submit_paged_decode(
-                hand.arrived(rows), kv, table, scale, out=out, lse=lse
-            )
+            job = self._attend_computed(layer, arrived, table, scale, out=out, lse=lse)
         if forward.tiles:
             forward.stream.read()
         if job is not None:
@@ -228,7 +233,10 @@ class CudaExecutor(Executor):
         rows, sizes = len(q), self.regions.sizes
         if rows not in self._captured:
             self._geometry = self._geometry_of(q, scale)
-            attention = PagedAttention(self._workspace, "NHD", graph=(rows, rows * sizes.device_tensor_pages))
+            if self._captured_pages is None:
+                most = len(self._decode_slots) * sizes.device_tensor_pages
+                self._captured_pages = torch.zeros(most, dtype=torch.int32, device="cuda")
+            attention = PagedAttention(self._workspace, "NHD", captured=(rows, self._captured_pages))
             ones = np.ones(rows, dtype=np.int32)
             attention.plan(self._geometry, PagedLists(ones, ones, np.zeros(rows, dtype=np.int32), ones))
             self._captured[rows] = attention
@@ -245,7 +253,9 @@ class CudaExecutor(Executor):
             np.concatenate((lists.last_page_tokens, spare)),
         )
         assert self._geometry is not None
+        self._await_planning()
         self._captured[forward.rows].plan(self._geometry, filled)
+        self._planning.record()
 
     def extend(
         self,
@@ -271,6 +281,7 @@ class CudaExecutor(Executor):
         if forward.planned:
             return
         forward.planned = True
+        self._await_planning()
         geometry = self._geometry_of(q, scale)
         if not forward.plan.is_decode:
             self._chunk.plan(geometry, forward.row_counts.tolist())
@@ -281,7 +292,6 @@ class CudaExecutor(Executor):
         if forward.plan.is_decode:
             self._hand_over(q).begin(
                 forward.rows,
-                forward.plan.tokens,
                 computed=forward.table is not None,
                 transferred=forward.in_place or bool(forward.stream.tiles),
             )
@@ -292,6 +302,11 @@ class CudaExecutor(Executor):
             used[layout] += 1
             attention.plan(geometry, self._tile_lists(forward, tile))
             forward.tiles.append(attention)
+        self._planning.record()
+
+    def _await_planning(self) -> None:
+        """FlashInfer's plan leaves through pinned memory, which the next plan overwrites: wait until the last is through."""
+        self._planning.synchronize()
 
     def _geometry_of(self, q: torch.Tensor, scale: float) -> Geometry:
         shape = self.regions.shape
@@ -350,7 +365,3 @@ class CudaExecutor(Executor):
 
 def _no_transfers() -> dict[str, TransferTimings]:
     return {kind: TransferTimings(0, 0.0, 0.0) for kind in ("decode", "extend")}
-
-
-def _to_gpu(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values).pin_memory().cuda(non_blocking=True)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from sglang_inplacekv.executors.dma import CopyBatch
+from sglang_inplacekv.executors.dma import CopyBatch, to_gpu
 from sglang_inplacekv.executors.home_writer import HomeWriter
 from sglang_inplacekv.executors.tile_stream import adjacent_runs
 from sglang_inplacekv.layout import ROLE_COMPUTE, KVShape
@@ -31,22 +31,18 @@ def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
 
-def _to_gpu(index: torch.Tensor) -> torch.Tensor:
-    return index.pin_memory().cuda(non_blocking=True)
-
-
 def _finish(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     event.record(stream)
     event.synchronize()
 
 
 class _Bounce:
-    """Two pinned slots [pages, 2, block], each with the event of its last copy. A queue's thread needs no more."""
+    """Two pinned slots [pages, parts, block], each with the event of its last copy. A queue's thread needs no more."""
 
     def __init__(self, shape: KVShape) -> None:
         block = shape.block_bytes // shape.dtype.itemsize
-        self.pages = max(1, _SLOT_BYTES // (2 * shape.block_bytes))
-        self.slots = [_pinned((self.pages, 2, block), shape.dtype) for _ in range(2)]
+        self.pages = max(1, _SLOT_BYTES // (shape.parts * shape.block_bytes))
+        self.slots = [_pinned((self.pages, shape.parts, block), shape.dtype) for _ in range(2)]
         self.events = [torch.cuda.Event(blocking=True) for _ in range(2)]
 
 
@@ -96,8 +92,8 @@ class CudaHomeWriter(HomeWriter):
         if not len(first_tokens):
             return []
         if len(cuts) - 1 > _MAX_SLICES:
-            index = torch.from_numpy((first_tokens[:, None] + np.arange(size)).reshape(-1))
-            return [_Stretch(slice(place, place + len(first_tokens)), _to_gpu(index))]
+            index = (first_tokens[:, None] + np.arange(size)).reshape(-1)
+            return [_Stretch(slice(place, place + len(first_tokens)), to_gpu(index))]
         return [
             _Stretch(
                 slice(place + start, place + stop),
@@ -115,12 +111,13 @@ class CudaHomeWriter(HomeWriter):
             pieces.append((CopyBatch(*copy), adjacent_runs(own, self._regions.sizes)))
         return pieces
 
-    def _pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = self._regions.shape
         size, heads, dim = shape.page_size, shape.kv_heads, shape.head_dim
-        staged = torch.empty(self._count, 2, size * heads * dim, dtype=shape.dtype, device=k.device)
+        block = (self._count, shape.parts, size * heads * dim)
+        staged = torch.empty(block, dtype=shape.dtype, device=parts[0].device)
         for computed, stretch in self._stretches:
-            for part, source in enumerate((k, v)):
+            for part, source in enumerate(parts):
                 tokens = source[stretch.tokens].view(-1, size, heads, dim)
                 target = staged[stretch.places, part]
                 if computed:
@@ -170,17 +167,16 @@ class FlushWriter:
         self._regions, self._queue, self._stream = regions, queue, stream
         shape, device_kv = regions.shape, regions.device_kv
         block = shape.block_bytes // shape.dtype.itemsize
-        parts = np.arange(2 * shape.layers, dtype=np.uint64)  # [layers, 2], flat
-        sizes = np.full(len(parts), shape.block_bytes, dtype=np.uint64)
-        homes = (parts // 2) * np.uint64(regions.arena.layer_stride) + (parts % 2) * np.uint64(
-            shape.block_bytes
-        )
-        windows = np.uint64(device_kv.data_ptr()) + parts * np.uint64(device_kv[0, 0].nbytes)
+        blocks = np.arange(shape.parts * shape.layers, dtype=np.uint64)  # [layers, parts], flat
+        sizes = np.full(len(blocks), shape.block_bytes, dtype=np.uint64)
+        layer, part = blocks // shape.parts, blocks % shape.parts
+        homes = layer * np.uint64(regions.arena.layer_stride) + part * np.uint64(shape.block_bytes)
+        windows = np.uint64(device_kv.data_ptr()) + blocks * np.uint64(device_kv[0, 0].nbytes)
         self._to_transfer = CopyBatch(homes, windows, sizes)
         origin = np.zeros(1, dtype=np.uint64)
         self._to_bounce = CopyBatch(origin, origin, origin + np.uint64(shape.page_bytes))
         # One slot: a job ends with its bytes at home.
-        self._bounce = _pinned((shape.layers, 2, block), shape.dtype)
+        self._bounce = _pinned((shape.layers, shape.parts, block), shape.dtype)
         self._done = torch.cuda.Event(blocking=True)
 
     def submit(self, page: int) -> Ticket:

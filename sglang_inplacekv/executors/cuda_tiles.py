@@ -109,7 +109,7 @@ class CudaTileStream:
         return self._taken[-1]
 
     def ready(self, layer: int) -> torch.Tensor:
-        """The next tile's buffer, [tile_pages, 2, block], valid for what the current stream does from now on."""
+        """The next tile's buffer, [tile_pages, parts, block], valid for what the current stream does from now on."""
         index = self._next
         if index // len(self.tiles) != layer:
             raise RuntimeError(f"layer {layer} asks for tile {index} of {len(self.tiles)} a layer")

@@ -133,3 +133,8 @@ class CopyBatch:
             raise ValueError("batched copies need a stream of their own, not the default stream")
         targets, sources = self._targets + np.uint64(target_shift), self._sources + np.uint64(source_shift)
         runtime().copy(targets, sources, self._sizes, stream.cuda_stream)
+
+
+def to_gpu(values: np.ndarray) -> torch.Tensor:
+    """A copy on the GPU, in order with the current stream and without waiting for it."""
+    return torch.from_numpy(values).pin_memory().cuda(non_blocking=True)

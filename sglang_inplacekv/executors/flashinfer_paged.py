@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-from sglang_inplacekv.layout import WORKSPACE_BYTES_CUDA
+from sglang_inplacekv.executors.dma import to_gpu
+from sglang_inplacekv.layout import PLAN_BYTES_CUDA, WORKSPACE_BYTES_CUDA
 
 # fa2 serves decode (one query row) and prefill alike, in both KV layouts, and returns base-2 LSE.
 _PAGED_KERNEL = "fa2"
@@ -46,24 +47,29 @@ class PagedLists:
 class PagedAttention:
     """One planned call: some requests' queries over their pages in one buffer, no causal mask.
 
-    Requests without pages are left out, since an empty KV list has no defined result in the kernel. With `graph` (rows,
-    pages) the call is for exactly so many requests of one row each and up to so many pages, and a CUDA graph may capture it.
+    Requests without pages are left out, since an empty KV list has no defined result in the kernel. With `captured` (rows,
+    [n] int32 on the GPU) the call is for exactly so many requests of one row each, and a CUDA graph may capture it; the tensor
+    takes the page lists, and calls that are never planned for the same forward may share it.
     """
 
-    def __init__(self, workspace: torch.Tensor, layout: str, graph: tuple[int, int] | None = None) -> None:
-        fixed = {}
-        if graph is not None:
-            rows, pages = graph
+    def __init__(
+        self, workspace: torch.Tensor, layout: str, captured: tuple[int, torch.Tensor] | None = None
+    ) -> None:
+        self._is_captured, fixed = captured is not None, {}
+        if captured is not None:
+            rows, fixed["paged_kv_indices_buf"] = captured
             sizes = {
                 "qo_indptr_buf": rows + 1,
                 "paged_kv_indptr_buf": rows + 1,
-                "paged_kv_indices_buf": pages,
                 "paged_kv_last_page_len_buf": rows,
             }
-            fixed = {name: torch.zeros(n, dtype=torch.int32, device="cuda") for name, n in sizes.items()}
+            fixed |= {name: torch.zeros(n, dtype=torch.int32, device="cuda") for name, n in sizes.items()}
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            workspace, layout, use_cuda_graph=graph is not None, backend=_PAGED_KERNEL, **fixed
+            workspace, layout, use_cuda_graph=self._is_captured, backend=_PAGED_KERNEL, **fixed
         )
+        # The wrapper's own are four times as large, on both sides, and there is one for every tile of a layer.
+        plan_bytes = torch.empty(PLAN_BYTES_CUDA, dtype=torch.uint8, device="cuda")
+        self._wrapper.reset_workspace_buffer(workspace, plan_bytes)
         self._rows: torch.Tensor | None = None  # int64 on the GPU, whose query rows take part; None: all
         self._planned: tuple | None = None
         self.empty = True
@@ -71,7 +77,7 @@ class PagedAttention:
     def plan(self, geometry: Geometry, lists: PagedLists) -> None:
         """Prepare for `lists`; free of cost if it is what was planned last, as for a tile from one step to the next."""
         key = (geometry, *lists.key)
-        if key == self._planned:
+        if key == self._planned and not self._is_captured:
             return
         self._planned = None
         taking = lists.page_counts > 0
@@ -81,11 +87,11 @@ class PagedAttention:
         self._rows = None
         if not taking.all():
             rows = np.flatnonzero(np.repeat(taking, lists.row_counts))
-            self._rows = torch.from_numpy(rows).pin_memory().cuda(non_blocking=True)
+            self._rows = to_gpu(rows)
         self._wrapper.plan(
             _indptr(lists.row_counts[taking]),
             _indptr(lists.page_counts[taking]),
-            torch.from_numpy(lists.pages).pin_memory().cuda(non_blocking=True),
+            to_gpu(lists.pages),
             torch.from_numpy(lists.last_page_tokens[taking]),
             geometry.q_heads,
             geometry.kv_heads,

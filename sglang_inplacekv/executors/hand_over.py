@@ -11,8 +11,8 @@ class HandOver:
     """Buffers for decodes of up to `rows` rows, one layer at a time.
 
     transferred ([rows, heads, head_dim] in q's dtype, [rows, heads] fp32) is the state over P. computed, both fp32, is the
-    CPU's, which is filled in pinned memory and copied over. One set is enough: the CPU writes the state of layer l + 1 only
-    after that layer's q has arrived, which the GPU sent after it had taken the state of layer l.
+    CPU's, which is filled in pinned memory and copied over. One set is enough: the host writes to pinned memory only after a
+    layer's q has arrived, which the GPU sent after it had taken the state of the layer before, of an earlier forward too.
     """
 
     def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -44,22 +44,23 @@ class HandOver:
         """Where the team puts the state of a decode of `rows` rows, in pinned memory."""
         return self._split(self._host, rows)
 
-    def begin(self, rows: int, real_rows: int, *, computed: bool, transferred: bool) -> None:
-        """Before the first layer of a decode of `rows` rows, of which the first `real_rows` are of requests.
+    def begin(self, rows: int, *, computed: bool, transferred: bool) -> None:
+        """Before the first layer of a decode of `rows` rows: a region that is not read is an empty state for all layers.
 
-        A region that is not read is an empty state for all layers. What an earlier decode of another size left here is
-        overwritten, since an infinity where a value is read would turn a weight of zero into NaN.
+        What an earlier decode of another size left is overwritten, since an infinity where a value is read would turn a weight
+        of zero into NaN.
         """
-        if computed:
-            out, lse = (part[real_rows:] for part in self.to_compute(rows))
-            out.zero_()
-            lse.zero_()
-        else:
+        if not computed:
             out, lse = self.computed(rows)
             out.zero_()
             lse.fill_(-torch.inf)
         if not transferred:
             self.transferred(rows)[1].fill_(-torch.inf)
+
+    def clear_padding(self, rows: int, real_rows: int) -> None:
+        """Make the rows of `to_compute` that no request has finite. Once a forward, after its first q has arrived."""
+        for part in self.to_compute(rows):
+            part[real_rows:].zero_()
 
     def receive(self, rows: int) -> None:
         """Queue the copy of `to_compute` to `computed`."""

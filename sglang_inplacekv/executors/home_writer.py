@@ -7,7 +7,7 @@ queue while later layers compute. At most STAGING_LAYERS layers are staged at on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -42,13 +42,13 @@ class HomeWriter:
         self._ticket = Ticket(f"prefill write of {self._count} host pages ({self._who})")
         regions.homes.set_ticket(pages.tolist(), self._ticket)
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
-        """Stage and queue one layer; k and v [tokens, kv_heads, head_dim] are the caller's again on return."""
+    def write(self, layer: int, parts: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Stage and queue one layer; its parts [tokens, kv_heads, head_dim] are the caller's again on return."""
         if not self._count:
             return
         if len(self._staged) == STAGING_LAYERS:
             self._staged.popleft().wait(timeout_s, f"{self._who}, layer {layer}, prefill staging,")
-        landing = self._landing(layer, self._pack(k, v))
+        landing = self._landing(layer, self._pack(parts))
         last = layer == self._regions.shape.layers - 1
 
         def copy() -> None:
@@ -63,7 +63,7 @@ class HomeWriter:
         self._staged.append(self._queue.submit(copy, f"prefill write, layer {layer}"))
 
     def _landing(self, layer: int, staged: torch.Tensor) -> Callable[[], None]:
-        """What the write queue does with `staged`, [pages, 2, block]."""
+        """What the write queue does with `staged`, [pages, parts, block]."""
 
         def land() -> None:
             for chunk, slot, place, count in self._runs:
@@ -72,11 +72,11 @@ class HomeWriter:
 
         return land
 
-    def _pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = self._regions.shape
         block = shape.block_bytes // shape.dtype.itemsize
-        staged = torch.empty(self._count, 2, block, dtype=shape.dtype, device=k.device)
-        for part, source in enumerate((k, v)):
+        staged = torch.empty(self._count, shape.parts, block, dtype=shape.dtype, device=parts[0].device)
+        for part, source in enumerate(parts):
             tokens = source[self._tokens].view(self._count, shape.page_size, shape.kv_heads, shape.head_dim)
             staged[self._computed, part] = tokens[self._computed].transpose(1, 2).flatten(1)
             staged[self._transferred, part] = tokens[self._transferred].flatten(1)

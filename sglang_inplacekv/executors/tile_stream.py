@@ -88,7 +88,7 @@ class TileStream:
             self._submit_copy(None)
 
     def ready(self, layer: int) -> tuple[torch.Tensor, Ticket]:
-        """The buffer of the next tile, one of `layer`, `[tile_pages, 2, block]`, valid once the ticket is done."""
+        """The buffer of the next tile, one of `layer`, `[tile_pages, parts, block]`, valid once the ticket is done."""
         if self._next // len(self.tiles) != layer:
             raise RuntimeError(f"layer {layer} asks for tile {self._next} of {len(self.tiles)} a layer")
         return self._buffers[self._next % 2], self._copies[self._next]

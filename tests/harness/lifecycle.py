@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import sglang.srt.managers.scheduler as scheduler_module
@@ -22,6 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang_inplacekv import cpu_host
 
 from .in_process import InProcessScheduler
+from .mla_reference import BACKEND, mla_reference
 
 _live: list[str] = []
 
@@ -68,7 +69,9 @@ def live_scheduler(args: dict) -> Iterator[InProcessScheduler]:
         load_plugins()
         if cpu_host.is_cpu_host():
             cpu_host.apply()
-        with tempfile.TemporaryDirectory() as folder, _file_rendezvous(folder):
+        # After the plugins, whose hooks would otherwise be undone with it.
+        reference = mla_reference() if args["attention_backend"] == BACKEND else nullcontext()
+        with reference, tempfile.TemporaryDirectory() as folder, _file_rendezvous(folder):
             server_args = ServerArgs(**args)
             publish(
                 server_args,

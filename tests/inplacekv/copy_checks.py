@@ -123,7 +123,7 @@ def check_home_writer(b: Bench, scattered: bool) -> None:
     for layer in range(SHAPE.layers):
         on_device = qkv[layer].to(b.device, copy=True)
         k, v = on_device.split(2, dim=1)  # strided, as parts of a fused projection are
-        writer.write(layer, k, v, 20)
+        writer.write(layer, (k, v), 20)
         on_device.fill_(7)  # the caller's again
     for page in pages:
         b.regions.homes.tickets[page].wait(20, "the test")

@@ -131,7 +131,7 @@ def install(patch: pytest.MonkeyPatch, library: SimpleNamespace | None = None) -
     patch.setattr(torch.cuda, "current_stream", current_stream)
     patch.setattr(torch.cuda, "set_device", lambda device: None)
     patch.setattr(cuda_homes, "_pinned", lambda shape, dtype: torch.empty(*shape, dtype=dtype))
-    patch.setattr(cuda_homes, "_to_gpu", lambda index: index)
+    patch.setattr(cuda_homes, "to_gpu", torch.from_numpy)
     patch.setattr(cuda_tiles, "_EVENTS", cuda_tiles.EventPool())
     return library
 

@@ -62,6 +62,7 @@ class Simulation:
         jitter: bool = True,
         device: str = "cpu",
         transfer: str = "dma",
+        latent: bool = False,
     ) -> None:
         self.device = device
         self.tolerance = 2e-5 if device == "cpu" else 2e-2
@@ -69,6 +70,8 @@ class Simulation:
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.shape = KVShape(layers, 2, head_dim, dtype, page_size)
+        if latent:
+            self.shape = KVShape(layers, 1, 96, dtype, page_size, value_dim=64)
         self.q_heads = 6
         sizes = RegionSizes(
             device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size
@@ -106,7 +109,8 @@ class Simulation:
     def admit(self, prefix: CachedPrefix | None = None) -> SimRequest:
         self.arrivals += 1
         request = SimRequest(f"r{self.arrivals}", self.free_rows.pop())
-        request.k, request.v = self.random_kv(0), self.random_kv(0)
+        request.k = self.random_kv(0)
+        request.v = request.k[..., : self.shape.out_dim]
         if prefix is not None:
             prefix.readers += 1
             request.pages, request.shared = list(prefix.pages), len(prefix.pages)
@@ -139,8 +143,9 @@ class Simulation:
         self.executor.acknowledge()
         self.executor.begin_forward(self.planner.build(spans, is_decode))
         for request, tokens in work:
-            request.k = torch.cat((request.k, self.random_kv(tokens)), 1)
-            request.v = torch.cat((request.v, self.random_kv(tokens)), 1)
+            parts = [self.random_kv(tokens) for _ in range(self.shape.parts)]
+            request.k = torch.cat((request.k, parts[0]), 1)
+            request.v = torch.cat((request.v, parts[-1][..., : self.shape.out_dim]), 1)
         for layer in range(self.shape.layers):
             self._layer(layer, work, is_decode)
         self.executor.end_forward()
@@ -154,8 +159,8 @@ class Simulation:
             self.shape.dtype
         )
         on_device = [t.to(self.device) for t in (q, k, v)]
-        self.executor.write_layer(layer, *on_device[1:])
-        out = torch.empty_like(on_device[0])
+        self.executor.write_layer(layer, *on_device[1 : 1 + self.shape.parts])
+        out = torch.empty(*q.shape[:2], self.shape.out_dim, dtype=q.dtype, device=self.device)
         if is_decode:
             self.executor.decode(layer, on_device[0], self.scale, out)
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sglang.srt.arg_groups.arg_utils import record_fields
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from sglang_inplacekv import server_defaults
@@ -140,7 +140,7 @@ def test_head_dim(tmp_path: Path, head_dim: int) -> None:
     assert refusal(write_config(tmp_path, head_dim=head_dim)) == expected
 
 
-def test_mla(tmp_path: Path) -> None:
+def test_mla_on_a_gpu(tmp_path: Path) -> None:
     deepseek = write_config(
         tmp_path,
         "deepseek_v2",
@@ -152,8 +152,10 @@ def test_mla(tmp_path: Path) -> None:
         v_head_dim=16,
         n_routed_experts=4,
     )
-    expected = "--attention-backend inplacekv: asked an MLA model, possible are GQA and MHA models"
-    assert refusal(deepseek) == expected
+    with pytest.raises(
+        ConfigError, match="^--attention-backend inplacekv: asked an MLA model on a GPU, possible"
+    ):
+        server_defaults._check_model(model_config_of(resolve(deepseek)), on_cpu=False)
 
 
 def test_hybrid_sliding_window(tmp_path: Path) -> None:

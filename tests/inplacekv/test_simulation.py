@@ -11,7 +11,18 @@ from tests.inplacekv.simulation import Simulation
 @pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("device_pages", [0, 7, 200])
 def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> None:
-    sim = Simulation(share=share, device_pages=device_pages, host_pages=40, seed=1000 * device_pages + seed)
+    run(share=share, device_pages=device_pages, seed=1000 * device_pages + seed)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7])
+def test_latent_rows_are_exact_too(share: float, device_pages: int) -> None:
+    """MLA: one row a token, whose beginning is the value."""
+    run(share=share, device_pages=device_pages, seed=device_pages, latent=True)
+
+
+def run(**settings) -> None:
+    sim = Simulation(host_pages=40, **settings)
     try:
         for _ in range(60):
             sim.step()

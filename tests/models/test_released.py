@@ -15,10 +15,14 @@ from sglang_inplacekv.models.__main__ import main
 SHAPES = {
     "qwen3_30b_a3b": (2048, 48, 32, 4, 128, 8, 151936, 96),
     "mixtral_8x7b": (4096, 32, 32, 8, 8, 2, 32000, 128),
+    "deepseek_v2_lite": (2048, 27, 16, 16, 64, 6, 102400, 31104 / 1024),
 }
 
 
 def kv_bytes_per_token(config) -> int:
+    if config.model_type == "deepseek_v2":
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        return config.num_hidden_layers * latent * config.dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * config.dtype.itemsize
 
@@ -31,14 +35,26 @@ def test_real_shape(tmp_path: Path, kind: str) -> None:
         config.num_hidden_layers,
         config.num_attention_heads,
         config.num_key_value_heads,
-        config.num_experts if kind == "qwen3_30b_a3b" else config.num_local_experts,
+        config.num_local_experts if kind == "mixtral_8x7b" else config.num_experts,
         config.num_experts_per_tok,
         config.vocab_size,
         kv_bytes_per_token(config) / 1024,
     )
     assert shape == SHAPES[kind]
-    assert config.rope_parameters["rope_theta"] == 1_000_000
+    assert config.rope_parameters["rope_theta"] == (10_000 if kind == "deepseek_v2_lite" else 1_000_000)
     assert not config.tie_word_embeddings
+
+
+def test_deepseek_v2_lite_as_transformers_and_sglang_read_it(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_config("deepseek_v2_lite", tmp_path / "m", layers=2))
+    assert (config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim) == (None, 512, 128)
+    assert (config.qk_rope_head_dim, config.v_head_dim) == (64, 128)
+    assert (config.first_k_dense_replace, config.n_shared_experts) == (1, 2)
+    assert (config.intermediate_size, config.moe_intermediate_size) == (10944, 1408)
+    assert (config.moe_layer_freq, config.scoring_func) == (1, "softmax")  # SGLang fails without them
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 40, 4096)
+    assert config.max_position_embeddings == rope["factor"] * rope["original_max_position_embeddings"]
 
 
 def test_fewer_layers_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -15,7 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from sglang_inplacekv.models import TINY_KINDS, long_text, make_tiny
 
 KINDS = sorted(TINY_KINDS)
-ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+ARCHITECTURES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v2_yarn": "DeepseekV2ForCausalLM",
+}
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -35,13 +40,37 @@ def test_loads_as_plain_checkpoint(checkpoints: dict[str, Path], kind: str) -> N
     config = model.config
     assert config.architectures == [ARCHITECTURES[kind]]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert config.head_dim == 64
-    assert config.num_key_value_heads == 2
-    assert config.max_position_embeddings == 32768
+    assert config.max_position_embeddings == (163840 if kind == "deepseek_v2_yarn" else 32768)
     assert not config.tie_word_embeddings
     assert sum(f.stat().st_size for f in path.iterdir()) < 16e6
+    if "deepseek" not in kind:
+        assert (config.head_dim, config.num_key_value_heads) == (64, 2)
     if kind == "mixtral":  # SGLang's Mixtral ignores config.head_dim
         assert config.hidden_size == config.num_attention_heads * config.head_dim
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "deepseek" in kind])
+def test_mla_shapes_are_told_apart(checkpoints: dict[str, Path], kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[kind])
+    config = model.config
+    assert config.q_lora_rank is None
+    keys = (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.qk_head_dim)
+    assert keys == (64, 32, 16, 48), "all differ: none is mistaken for another"
+    assert config.v_head_dim == 32
+    feed_forward = [type(layer.mlp).__name__ for layer in model.model.layers]
+    assert feed_forward == ["DeepseekV2MLP", "DeepseekV2Moe", "DeepseekV2Moe"]
+    assert (config.moe_layer_freq, config.scoring_func) == (1, "softmax")  # SGLang fails without them
+    assert config.rope_parameters["rope_type"] == ("yarn" if kind.endswith("yarn") else "default")
+
+
+def test_yarn_changes_the_output(checkpoints: dict[str, Path]) -> None:
+    ids = torch.arange(5, 205)[None]
+    with torch.no_grad():
+        plain, yarn = (
+            AutoModelForCausalLM.from_pretrained(checkpoints[kind])(ids).logits[0].log_softmax(-1)
+            for kind in ("deepseek_v2", "deepseek_v2_yarn")
+        )
+    assert (plain - yarn).abs().amax(-1)[1:].min() > 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +95,8 @@ def test_every_expert_is_used(checkpoints: dict[str, Path], kind: str) -> None:
     ids = AutoTokenizer.from_pretrained(path)(long_text(1000), return_tensors="pt").input_ids[:, :256]
     with torch.no_grad():
         router_logits = model(ids, output_router_logits=True).router_logits
-    assert len(router_logits) == model.config.num_hidden_layers
+    dense = getattr(model.config, "first_k_dense_replace", 0)
+    assert len(router_logits) == model.config.num_hidden_layers - dense
     for layer_logits in router_logits:  # [tokens, experts]
         load = torch.bincount(layer_logits.topk(2).indices.flatten(), minlength=4) / len(layer_logits)
         assert load.min() > 0.05, f"an idle expert: {load.tolist()}"

@@ -1,5 +1,5 @@
-// The walk of one worker over its tokens, and the merge of partial states. Include after exactly
-// one isa_*.h; defines kernel() with internal linkage.
+// The walk of one worker over the tokens of KV heads with keys and values of their own. Include
+// after exactly one isa_*.h; everything here has internal linkage.
 //
 // Turn by turn (kBlockTokens tokens), and head by head within a turn: scores of the whole query
 // group, maxima, exponentials, weighted V rows. K and V come from memory once for all queries of
@@ -7,10 +7,9 @@
 // which also bounds the rounding error of long sequences.
 #pragma once
 
+#include "cpu_attn/kernel_states.h"
 #include "cpu_attn/kernel_tiles.h"
 #include "cpu_attn/types.h"
-
-extern "C" float log2f(float);
 
 namespace cpu_attn {
 namespace {
@@ -27,21 +26,6 @@ struct Work {
   float* rescale;  // [group]
   State state;
 };
-
-void pack_queries(const Shape& shape, const Segment& segment, float* packed) {
-  const int d = shape.head_dim;
-  float natural[kMaxHeadDim];
-  for (int h = 0; h < shape.q_heads; ++h) {
-    const char* q = segment.q + h * segment.q_head_stride;
-    if (shape.q_dtype == Dtype::kFloat32)
-      widen_row<Dtype::kFloat32>(q, d, shape.scale_log2, natural);
-    else if (shape.q_dtype == Dtype::kFloat16)
-      widen_row<Dtype::kFloat16>(q, d, shape.scale_log2, natural);
-    else
-      widen_row<Dtype::kBFloat16>(q, d, shape.scale_log2, natural);
-    to_lane_order(shape.kv_dtype, natural, d, packed + h * d);
-  }
-}
 
 // Up to kBlockTokens tokens of all heads: where head 0 of each lies and how far its next head is.
 struct Turn {
@@ -87,6 +71,14 @@ void rows_of_head(const Turn& turn, int head, Rows& rows) {
   }
   // Score tiles run over whole register tiles; a repeated valid row stands in for the padding.
   for (int t = count; t % Isa::kAcc != 0; ++t) rows.k[t] = rows.k[t - 1];
+}
+
+void prefetch_rows(const Rows& rows, int64_t row_bytes) {
+  for (int t = 0; t < rows.count; ++t)
+    for (int64_t b = 0; b < row_bytes; b += 64) {
+      Isa::prefetch(rows.k[t] + b);
+      Isa::prefetch(rows.v[t] + b);
+    }
 }
 
 // The share-th of kv_heads equal shares of a turn, token by token with all heads of each.
@@ -162,12 +154,7 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
   float* scores = scratch + static_cast<size_t>(shape.q_heads) * shape.head_dim;
   const Work work{shape, regions, segment, scratch, scores, scores + group * kBlockTokens, state};
   pack_queries(shape, segment, scratch);
-  for (int h = 0; h < shape.q_heads; ++h) {
-    state.max[h] = kNegInf;
-    state.sum[h] = 0.0f;
-    for (int i = 0; i < shape.head_dim; i += W)
-      Isa::store(state.acc + h * shape.head_dim + i, Isa::zero());
-  }
+  clear_state(shape, state);
   Turn turns[2];
   Rows rows, ahead;
   find_turn(work, segment.begin, turns[0]);
@@ -193,37 +180,11 @@ void accumulate(const Shape& shape, const Region* regions, const Segment& segmen
   }
 }
 
-float exp2_one(float x) {
-  float lanes[W];
-  Isa::store(lanes, Isa::exp2(Isa::set1(x)));
-  return lanes[0];
-}
-
-void finish(const Shape& shape, const State* states, int count, int h, float* out, float* lse) {
-  const int d = shape.head_dim;
-  float packed[kMaxHeadDim];
-  float top = kNegInf, sum = 0.0f;
-  for (int i = 0; i < count; ++i) top = states[i].max[h] > top ? states[i].max[h] : top;
-  for (int c = 0; c < d; c += W) Isa::store(packed + c, Isa::zero());
-  for (int i = 0; i < count; ++i) {
-    if (states[i].max[h] == kNegInf && states[i].sum[h] == 0.0f) continue;
-    const float factor = exp2_one(states[i].max[h] - top);
-    sum += factor * states[i].sum[h];
-    const float* acc = states[i].acc + static_cast<size_t>(h) * d;
-    for (int c = 0; c < d; c += W)
-      Isa::store(packed + c,
-                 Isa::fma(Isa::load(acc + c), Isa::set1(factor), Isa::load(packed + c)));
-  }
-  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  *lse = sum == 0.0f ? kNegInf : top + log2f(sum);
-  from_lane_order(shape.kv_dtype, packed, d, inverse, out);
-}
-
-uint64_t read_bytes(const char* data, size_t bytes) { return Isa::read(data, bytes); }
-
-const Kernel* kernel() {
-  static const Kernel kernel{Isa::kName, accumulate, finish, read_bytes};
-  return &kernel;
+// Packed queries, then one block of scores and one rescale factor per query of a group.
+size_t scratch_floats(const Shape& shape) {
+  const size_t group = shape.q_heads / shape.kv_heads;
+  const size_t queries = static_cast<size_t>(shape.q_heads) * shape.head_dim;
+  return queries + group * (kBlockTokens + 1) + kMaxLanes;
 }
 
 }  // namespace

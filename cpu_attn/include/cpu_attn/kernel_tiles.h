@@ -7,16 +7,11 @@
 // order within each 2 * kWidth chunk, so dot products need no fix-up; finish() restores it.
 #pragma once
 
-#include <limits>
-
+#include "cpu_attn/kernel_base.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
 namespace {
-
-using V = Isa::V;
-constexpr int W = Isa::kWidth;
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // Rows of one KV head, in token order.
 struct Rows {
@@ -58,14 +53,6 @@ template <Dtype QD>
 void widen_row(const char* q, int d, float factor, float* out) {
   for (int i = 0; i < d; i += W)
     Isa::store(out + i, Isa::mul(Isa::load_one<QD>(q + i * dtype_bytes(QD)), Isa::set1(factor)));
-}
-
-void prefetch_rows(const Rows& rows, int64_t row_bytes) {
-  for (int t = 0; t < rows.count; ++t)
-    for (int64_t b = 0; b < row_bytes; b += 64) {
-      Isa::prefetch(rows.k[t] + b);
-      Isa::prefetch(rows.v[t] + b);
-    }
 }
 
 // Scores of Q queries against every row: s[q][t] = q . k[t].

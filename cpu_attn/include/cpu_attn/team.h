@@ -14,7 +14,8 @@ namespace cpu_attn {
 
 struct Kv {
   std::vector<Region> regions;
-  int32_t page_size = 0, kv_heads = 0, head_dim = 0;
+  int32_t page_size = 0, kv_heads = 0, head_dim = 0, value_dim = 0;
+  bool latent = false;
   Dtype dtype = Dtype::kFloat32;
 };
 
@@ -24,7 +25,7 @@ struct DecodeCall {
   const Kernel* kernel;
   const char* q;                              // [batch, q_heads, head_dim]
   int64_t q_batch_stride, q_head_stride;      // bytes
-  float* out;                                 // [batch, q_heads, head_dim]
+  float* out;                                 // [batch, q_heads, value_dim]
   int64_t out_batch_stride, out_head_stride;  // elements
   float* lse;                                 // [batch, q_heads]
   int64_t lse_batch_stride, lse_head_stride;  // elements
@@ -65,6 +66,8 @@ class Team {
   void first_touch(char* data, int64_t bytes);
   // Reads `bytes`; returns a checksum that keeps the loads alive.
   uint64_t read(const Kernel* kernel, const char* data, int64_t bytes);
+  // Every worker multiplies `rounds` rounds in registers.
+  void multiply(const Kernel* kernel, int64_t rounds);
   // Binds worker w to cores[w]; returns false when the system refused one.
   bool pin(const std::vector<int>& cores);
 

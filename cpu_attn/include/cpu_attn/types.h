@@ -29,7 +29,8 @@ struct Entry {
 struct Shape {
   int32_t q_heads;
   int32_t kv_heads;
-  int32_t head_dim;
+  int32_t head_dim;   // elements of a key
+  int32_t value_dim;  // of a value: head_dim, or of latent rows the first so many elements of a key
   int32_t page_size;
   Dtype kv_dtype;
   Dtype q_dtype;
@@ -46,33 +47,39 @@ struct Segment {
 };
 
 // Unnormalised softmax state of every query head: weighted V sums, running maximum and sum of
-// exp2(score - max). `acc` is in the lane order of the kernel that wrote it.
+// exp2(score - max). `acc` is in the order of the kernel that wrote it.
 struct State {
-  float* acc;  // [q_heads, head_dim]
-  float* max;  // [q_heads]
-  float* sum;  // [q_heads]
+  float* acc;  // [padded_heads(shape), value_dim]
+  float* max;  // [padded_heads(shape)]
+  float* sum;  // [padded_heads(shape)]
 };
 
-// One per instruction set; every function runs on the calling thread and never throws.
-struct Kernel {
-  const char* name;
-  // scratch: scratch_floats(shape) floats, 64-byte aligned.
+// Every function runs on the calling thread and never throws.
+struct Attention {
+  size_t (*scratch_floats)(const Shape&);
+  // scratch: scratch_floats(shape) floats, 64-byte aligned, as are the arrays of the state.
   void (*accumulate)(const Shape&, const Region*, const Segment&, float* scratch, State);
   // Merges `count` states of one query head in the order given. No state: zeros and -inf.
   void (*finish)(const Shape&, const State* states, int count, int q_head, float* out, float* lse);
+};
+
+// One per instruction set; may take functions of a lesser one.
+struct Kernel {
+  const char* name;
+  Attention heads;   // keys and values of their own, each KV head with its group of query heads
+  Attention latent;  // one row a token for all query heads, its first elements the value (MLA)
   // Reads every byte once; the return value only keeps the loads alive.
   uint64_t (*read)(const char* data, size_t bytes);
+  // Multiplies bf16 in registers the fastest way that `latent` does; returns the FLOPs done.
+  double (*multiply)(int64_t rounds);
 };
 
 constexpr int kBlockTokens = 64;
-constexpr int kMaxHeadDim = 256;
-constexpr int kMaxLanes = 16;  // floats of the widest vector
+constexpr int kMaxHeadDim = 640;  // of a key: 512 + 128 of a latent row
+constexpr int kMaxLanes = 16;     // floats of the widest vector
 
-// Packed queries, then one block of scores and one rescale factor per query of a group.
-[[maybe_unused]] static size_t scratch_floats(const Shape& shape) {
-  const size_t group = shape.q_heads / shape.kv_heads;
-  const size_t queries = static_cast<size_t>(shape.q_heads) * shape.head_dim;
-  return queries + group * (kBlockTokens + 1) + kMaxLanes;
+[[maybe_unused]] static size_t padded_heads(const Shape& shape) {
+  return static_cast<size_t>(shape.q_heads + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
 }
 
 }  // namespace cpu_attn

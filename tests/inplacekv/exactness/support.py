@@ -104,6 +104,7 @@ def server(
         "SGLANG_INPLACEKV_HOST_MEMORY": host_memory,
         "SGLANG_INPLACEKV_TILE_TOKENS": str(tile_tokens),
         "SGLANG_INPLACEKV_POISON": str(int(poison)),
+        "SGLANG_INPLACEKV_VERIFY": "1",
         "SGLANG_INPLACEKV_JITTER_SEED": str(seed),
         "SGLANG_INPLACEKV_WAIT_TIMEOUT_S": "60",
     }

@@ -22,6 +22,7 @@ from tests.inplacekv.exactness.support import (
 
 SHARES = [0, 0.37, 1]
 BUDGETS = ["minimum", "half", "everything"]  # of D
+KINDS = pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])  # GQA and MLA
 RADIX = pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
 LENGTHS = [PAGE - 1, PAGE, PAGE + 1, 2 * CHUNK + 3]
 
@@ -53,14 +54,15 @@ def assert_regions_used(seen: Traffic, share: float, budget: str, *, prefilled: 
         assert not any(read[region] for region in read if not wanted[region]), seen
 
 
+@KINDS
 @RADIX
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("share", SHARES)
-def test_one_request_around_a_page(share, budget, radix):
+def test_one_request_around_a_page(kind, share, budget, radix):
     batch = prompts(*LENGTHS[:3])
-    expected = stock("qwen3_moe", batch)
+    expected = stock(kind, batch)
     device = device_tokens(budget, tokens_needed(batch[:1]))
-    with server("qwen3_moe", share=share, device_tokens=device, disable_radix_cache=not radix) as runner:
+    with server(kind, share=share, device_tokens=device, disable_radix_cache=not radix) as runner:
         for prompt, result in zip(batch, expected):
             seen = watch(runner)
             compare([result], runner.generate([prompt]), tolerance=TOLERANCE)
@@ -69,14 +71,15 @@ def test_one_request_around_a_page(share, budget, radix):
             assert_all_returned(runner)
 
 
+@KINDS
 @RADIX
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("share", SHARES)
-def test_one_request_past_two_chunks(share, budget, radix):
+def test_one_request_past_two_chunks(kind, share, budget, radix):
     batch = prompts(*LENGTHS)[3:]
-    expected = stock("qwen3_moe", batch)
+    expected = stock(kind, batch)
     device = device_tokens(budget, tokens_needed(batch))
-    with server("qwen3_moe", share=share, device_tokens=device, disable_radix_cache=not radix) as runner:
+    with server(kind, share=share, device_tokens=device, disable_radix_cache=not radix) as runner:
         seen = watch(runner)
         compare(expected, runner.generate(batch), tolerance=TOLERANCE)
         assert_regions_used(seen, share, budget)
@@ -105,8 +108,10 @@ def serve_mixed(
 
 @pytest.mark.parametrize(
     ("kind", "radix"),
-    [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True), ("mixtral", False)],
-    ids=["qwen3-radix", "qwen3-no-radix", "mixtral-radix", "mixtral-no-radix"],
+    [
+        *((kind, radix) for kind in ("qwen3_moe", "mixtral", "deepseek_v2") for radix in (True, False)),
+        ("deepseek_v2_yarn", True),
+    ],
 )
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("share", SHARES)

@@ -1,0 +1,207 @@
+// The walk of one worker over bf16 latent rows with bf16 queries, as products of tiles: 16 rows of
+// 64 bytes, C[16][16] fp32 += A[16][32] bf16 . B[16 pairs][16][2] bf16. Include after isa_avx512.h;
+// written once over `Tiles`, which are AMX's or its emulation's.
+//
+// Turn by turn (kTurnTokens tokens): the values are paired for B, then group by group of 16 heads
+//   scores[tokens][heads] = rows . queries   rows are A and load from where they lie, queries are B
+//   weights                                  lanes are heads, so the softmax never crosses lanes
+//   sums[heads][columns] += weights . values
+// A weight is the exact sum of three bf16 parts, eight bits each, so nothing is rounded that fp32
+// would not round: three products instead of one, where memory is what the time goes to.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu_attn/dispatch.h"
+#include "cpu_attn/tile_layout.h"
+#include "cpu_attn/types.h"
+
+namespace cpu_attn {
+namespace {
+
+template <class Tiles, int N>
+void score_rows(const TileShape& s, const RowTile* rows, const char* queries, Ahead* ahead,
+                float* scores) {
+  Tiles::template zero<N>();
+  for (int step = 0; step < s.steps; ++step) {
+    Tiles::template load<4>(queries + step * kTileBytes, kRowBytes);
+    const int at = step * kRowBytes;
+    Tiles::template load<5>(rows[0].first + at, rows[0].stride);
+    Tiles::template multiply<0, 5, 4>();
+    if constexpr (N > 1) {
+      Tiles::template load<6>(rows[1].first + at, rows[1].stride);
+      Tiles::template multiply<1, 6, 4>();
+    }
+    if constexpr (N > 2) {
+      Tiles::template load<7>(rows[2].first + at, rows[2].stride);
+      Tiles::template multiply<2, 7, 4>();
+    }
+    if constexpr (N > 3) {
+      Tiles::template load<5>(rows[3].first + at, rows[3].stride);
+      Tiles::template multiply<3, 5, 4>();
+    }
+    if (ahead != nullptr) ahead->fetch();
+  }
+  Tiles::template store<0>(scores, kRowBytes);
+  if constexpr (N > 1) Tiles::template store<1>(scores + kTileFloats, kRowBytes);
+  if constexpr (N > 2) Tiles::template store<2>(scores + 2 * kTileFloats, kRowBytes);
+  if constexpr (N > 3) Tiles::template store<3>(scores + 3 * kTileFloats, kRowBytes);
+}
+
+template <class Tiles>
+void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* queries,
+                Ahead* ahead, float* scores) {
+  static_assert(kScoreTiles == 4, "one case for each number of tiles");
+  for (int i = 0; i < tiles; i += kScoreTiles, rows += kScoreTiles, scores += 4 * kTileFloats)
+    switch (tiles - i) {
+      case 1:
+        score_rows<Tiles, 1>(s, rows, queries, ahead, scores);
+        break;
+      case 2:
+        score_rows<Tiles, 2>(s, rows, queries, ahead, scores);
+        break;
+      case 3:
+        score_rows<Tiles, 3>(s, rows, queries, ahead, scores);
+        break;
+      default:
+        score_rows<Tiles, 4>(s, rows, queries, ahead, scores);
+    }
+}
+
+// N tiles of columns: acc = acc * rescale + weights . values.
+template <class Tiles, int N>
+void sum_columns(const TileScratch& at, int chunks, const char* values, float* acc) {
+  Tiles::template zero<N>();
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const char* value = values + chunk * kTileBytes;
+    const char* weight = at.weights + chunk * kParts * kTileBytes;
+    Tiles::template load<3>(value, kRowBytes);
+    if constexpr (N > 1) Tiles::template load<4>(value + kChunks * kTileBytes, kRowBytes);
+    if constexpr (N > 2) Tiles::template load<5>(value + 2 * kChunks * kTileBytes, kRowBytes);
+    const auto part = [&](auto tile, int i) {
+      constexpr int A = decltype(tile)::value;
+      Tiles::template load<A>(weight + i * kTileBytes, kRowBytes);
+      Tiles::template multiply<0, A, 3>();
+      if constexpr (N > 1) Tiles::template multiply<1, A, 4>();
+      if constexpr (N > 2) Tiles::template multiply<2, A, 5>();
+    };
+    part(std::integral_constant<int, 6>(), 0);
+    part(std::integral_constant<int, 7>(), 1);
+    part(std::integral_constant<int, 6>(), 2);
+  }
+  Tiles::template store<0>(at.sums, kRowBytes);
+  if constexpr (N > 1) Tiles::template store<1>(at.sums + kTileFloats, kRowBytes);
+  if constexpr (N > 2) Tiles::template store<2>(at.sums + 2 * kTileFloats, kRowBytes);
+  for (int i = 0; i < N * 16; ++i) {
+    float* a = acc + i * 16;
+    const V factor = Isa::set1(at.rescale[i % 16]);
+    Isa::store(a, Isa::fma(Isa::load(a), factor, Isa::load(at.sums + i * 16)));
+  }
+}
+
+template <class Tiles>
+void sum_turn(const TileShape& s, const TileScratch& at, int count, Ahead* ahead, float* acc) {
+  static_assert(kSumTiles == 3, "one case for each number of tiles");
+  const int chunks = (count + kChunk - 1) / kChunk;
+  for (int c = 0; c < s.columns; c += kSumTiles) {
+    const char* values = at.values + c * kChunks * kTileBytes;
+    float* sums = acc + c * kTileFloats;
+    switch (s.columns - c) {
+      case 1:
+        sum_columns<Tiles, 1>(at, chunks, values, sums);
+        break;
+      case 2:
+        sum_columns<Tiles, 2>(at, chunks, values, sums);
+        break;
+      default:
+        sum_columns<Tiles, 3>(at, chunks, values, sums);
+    }
+    if (ahead != nullptr) ahead->fetch();
+  }
+}
+
+template <class Tiles>
+void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& segment,
+                      float* scratch, State state) {
+  const TileShape s(shape);
+  const TileScratch at(s, scratch);
+  const typename Tiles::Session session;
+  TileTurn turns[2];
+  const auto find = [&](int begin, TileTurn& turn) {
+    turn.count = find_latent_rows(shape, regions, segment, begin, kTurnTokens, turn.rows);
+  };
+  find(segment.begin, turns[0]);
+  fetch_all(turns[0].rows, turns[0].count, shape.head_dim * 2);
+  clear_tile_state(shape, s, state);
+  pack_query_tiles(shape, s, segment, at.queries);
+  for (int t = segment.begin, i = 0; t < segment.end; t += kTurnTokens, i ^= 1) {
+    const TileTurn& turn = turns[i];
+    find(t + kTurnTokens, turns[i ^ 1]);
+    const int tiles = (turn.count + 15) / 16;
+    const int calls =
+        (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + (s.columns + kSumTiles - 1) / kSumTiles;
+    Ahead ahead(turns[i ^ 1].rows, turns[i ^ 1].count, shape.head_dim * 2, calls);
+    RowTile rows[kRowTiles];
+    for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
+    pair_values(s, turn, at.values);
+    for (int g = 0; g < s.groups; ++g) {
+      Ahead* once = g == 0 ? &ahead : nullptr;
+      score_turn<Tiles>(s, rows, tiles, at.queries + g * s.steps * kTileBytes, once, at.scores);
+      weigh_turn(shape.scale_log2, turn.count, at, state.max + g * 16, state.sum + g * 16);
+      sum_turn<Tiles>(s, at, turn.count, once, state.acc + g * s.columns * kTileFloats);
+    }
+  }
+}
+
+bool uses_tiles(const Shape& shape) {
+  return shape.kv_dtype == Dtype::kBFloat16 && shape.q_dtype == Dtype::kBFloat16;
+}
+
+template <class Tiles>
+void accumulate_bf16(const Shape& shape, const Region* regions, const Segment& segment,
+                     float* scratch, State state) {
+  if (uses_tiles(shape)) return accumulate_tiles<Tiles>(shape, regions, segment, scratch, state);
+  kernel_avx512()->latent.accumulate(shape, regions, segment, scratch, state);
+}
+
+void finish_bf16(const Shape& shape, const State* states, int count, int h, float* out,
+                 float* lse) {
+  if (uses_tiles(shape)) return finish_tiles(shape, states, count, h, out, lse);
+  kernel_avx512()->latent.finish(shape, states, count, h, out, lse);
+}
+
+size_t bf16_scratch_floats(const Shape& shape) {
+  return uses_tiles(shape) ? TileScratch::bytes(TileShape(shape)) / 4
+                           : kernel_avx512()->latent.scratch_floats(shape);
+}
+
+template <class Tiles>
+double multiply_tiles(int64_t rounds) {
+  const typename Tiles::Session session;
+  Tiles::template zero<4>();
+  alignas(64) static const char zeros[kTileBytes] = {};
+  Tiles::template load<4>(zeros, kRowBytes);
+  Tiles::template load<5>(zeros, kRowBytes);
+  for (int64_t i = 0; i < rounds; ++i) {
+    Tiles::template multiply<0, 5, 4>();
+    Tiles::template multiply<1, 5, 4>();
+    Tiles::template multiply<2, 5, 4>();
+    Tiles::template multiply<3, 5, 4>();
+  }
+  return 2.0 * 4 * 16 * 16 * 32 * rounds;
+}
+
+template <class Tiles>
+const Kernel* tile_kernel() {
+  static const Kernel kernel{
+      Tiles::kName,
+      kernel_avx512()->heads,
+      {bf16_scratch_floats, accumulate_bf16<Tiles>, finish_bf16},
+      kernel_avx512()->read,
+      multiply_tiles<Tiles>,
+  };
+  return &kernel;
+}
+
+}  // namespace
+}  // namespace cpu_attn
