@@ -7,10 +7,18 @@ is loaded on first use, so importing this package never fails for want of it.
 from cpu_attn.decode import paged_decode, paged_mla_decode
 from cpu_attn.executor import Executor, Job
 from cpu_attn.library import default_threads, isa, supported_isas
-from cpu_attn.paged import SUPPORTED_HEAD_DIMS, PagedKV, PagedLatent, PageTable
+from cpu_attn.paged import (
+    LATENT_WIDTHS,
+    SUPPORTED_HEAD_DIMS,
+    PagedKV,
+    PagedLatent,
+    PageTable,
+    supports_latent,
+)
 from cpu_attn.probe import multiply_probe_gflops, read_probe_gbps
 
 __all__ = [
+    "LATENT_WIDTHS",
     "SUPPORTED_HEAD_DIMS",
     "Executor",
     "Job",
@@ -24,4 +32,5 @@ __all__ = [
     "paged_mla_decode",
     "read_probe_gbps",
     "supported_isas",
+    "supports_latent",
 ]

@@ -14,6 +14,22 @@ ROPE_DIM_MULTIPLE, MAX_ROPE_DIM = 16, 128
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+LATENT_WIDTHS = (
+    f"a lora_rank that is a multiple of {LORA_RANK_MULTIPLE} up to {MAX_LORA_RANK} + a multiple of {ROPE_DIM_MULTIPLE} up to "
+    f"{MAX_ROPE_DIM}"
+)
+
+
+def supports_latent(lora_rank: int, rope_dim: int) -> bool:
+    """Whether PagedLatent takes rows of lora_rank + rope_dim elements."""
+    return (
+        lora_rank % LORA_RANK_MULTIPLE == 0
+        and LORA_RANK_MULTIPLE <= lora_rank <= MAX_LORA_RANK
+        and rope_dim % ROPE_DIM_MULTIPLE == 0
+        and 0 <= rope_dim <= MAX_ROPE_DIM
+    )
+
+
 def check_cpu(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
     """Raise ValueError unless `tensor` is a CPU tensor of one of `dtypes` with `dims` dimensions."""
     if tensor.device.type != "cpu":
@@ -135,15 +151,8 @@ class PagedLatent:
 
     def _check_width(self) -> None:
         rank, rope = self.lora_rank, self.head_dim - self.lora_rank
-        if rank % LORA_RANK_MULTIPLE or not LORA_RANK_MULTIPLE <= rank <= MAX_LORA_RANK:
-            raise ValueError(
-                f"lora_rank {rank} is not supported, only multiples of {LORA_RANK_MULTIPLE} up to {MAX_LORA_RANK}"
-            )
-        if rope % ROPE_DIM_MULTIPLE or not 0 <= rope <= MAX_ROPE_DIM:
-            raise ValueError(
-                f"rows of {self.head_dim} leave {rope} elements beside lora_rank {rank}; only multiples of"
-                f" {ROPE_DIM_MULTIPLE} up to {MAX_ROPE_DIM} are supported"
-            )
+        if not supports_latent(rank, rope):
+            raise ValueError(f"rows of lora_rank {rank} + {rope} are not supported, only {LATENT_WIDTHS}")
 
 
 class PageTable:

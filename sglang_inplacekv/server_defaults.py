@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cpu_attn import SUPPORTED_HEAD_DIMS
+from cpu_attn import LATENT_WIDTHS, SUPPORTED_HEAD_DIMS, supports_latent
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
 from sglang_inplacekv.cores import team_cores
@@ -139,6 +139,8 @@ def _check_model(model_config: Any, *, on_cpu: bool) -> None:
         refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")
     if model_config.is_hybrid_swa:
         refuse("a model with sliding-window layers", "models with full attention in every layer")
+    if is_mla and not supports_latent(model_config.kv_lora_rank, model_config.qk_rope_head_dim):
+        refuse(f"latent rows of {model_config.kv_lora_rank} + {model_config.qk_rope_head_dim}", LATENT_WIDTHS)
     if not is_mla and model_config.head_dim not in SUPPORTED_HEAD_DIMS:
         refuse(f"head_dim {model_config.head_dim}", ", ".join(map(str, SUPPORTED_HEAD_DIMS)))
 

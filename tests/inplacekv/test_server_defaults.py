@@ -11,6 +11,7 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.server_args import ServerArgs
 
+from cpu_attn import LATENT_WIDTHS
 from sglang_inplacekv import server_defaults
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.server_defaults import _FILLED, _MUST_BE_OFF, _MUST_BE_ONE
@@ -140,22 +141,33 @@ def test_head_dim(tmp_path: Path, head_dim: int) -> None:
     assert refusal(write_config(tmp_path, head_dim=head_dim)) == expected
 
 
-def test_mla_on_a_gpu(tmp_path: Path) -> None:
-    deepseek = write_config(
+def deepseek(tmp_path: Path, **fields: int) -> Path:
+    fields = {"kv_lora_rank": 32, "qk_rope_head_dim": 16} | fields
+    return write_config(
         tmp_path,
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
-        kv_lora_rank=32,
         q_lora_rank=None,
         qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
         v_head_dim=16,
         n_routed_experts=4,
+        **fields,
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"), [({"kv_lora_rank": 48}, "48 + 16"), ({"qk_rope_head_dim": 24}, "32 + 24")]
+)
+def test_latent_width(tmp_path: Path, fields: dict[str, int], asked: str) -> None:
+    expected = f"--attention-backend inplacekv: asked latent rows of {asked}, possible are {LATENT_WIDTHS}"
+    assert refusal(deepseek(tmp_path, **fields)) == expected
+
+
+def test_mla_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="^--attention-backend inplacekv: asked an MLA model on a GPU, possible"
     ):
-        server_defaults._check_model(model_config_of(resolve(deepseek)), on_cpu=False)
+        server_defaults._check_model(model_config_of(resolve(deepseek(tmp_path))), on_cpu=False)
 
 
 def test_hybrid_sliding_window(tmp_path: Path) -> None:
