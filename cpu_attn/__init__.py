@@ -4,7 +4,7 @@ Standalone: needs torch tensors and apache-tvm-ffi, nothing else of this project
 is loaded on first use, so importing this package never fails for want of it.
 """
 
-from cpu_attn.decode import paged_decode, paged_mla_decode
+from cpu_attn.decode import DecodeArguments, paged_decode, paged_mla_decode
 from cpu_attn.executor import Executor, Job
 from cpu_attn.library import default_threads, isa, supported_isas
 from cpu_attn.paged import (
@@ -20,6 +20,7 @@ from cpu_attn.probe import multiply_probe_gflops, read_probe_gbps
 __all__ = [
     "LATENT_WIDTHS",
     "SUPPORTED_HEAD_DIMS",
+    "DecodeArguments",
     "Executor",
     "Job",
     "PageTable",

@@ -30,8 +30,9 @@ class DecodeArguments:
     @classmethod
     def check(
         cls, q: Tensor, kv: PagedKV | PagedLatent, table: PageTable, scale: float,
-        out: Tensor | None, lse: Tensor | None,
+        out: Tensor | None = None, lse: Tensor | None = None,
     ) -> "DecodeArguments":  # fmt: skip
+        """Check everything but what the tensors hold, which may still change until they are submitted."""
         check_cpu("q", q, FLOAT_DTYPES, 3)
         check_last_dim("q", q)
         batch, heads, head_dim = q.shape

@@ -111,16 +111,19 @@ class Executor(ABC):
     def _submit_flush(self, page: int) -> Ticket:
         """Queue the copy of `page`'s window to its home."""
 
-    def _attend_computed(
-        self, layer: int, q: torch.Tensor, table: cpu_attn.PageTable, scale: float, **into: torch.Tensor
-    ) -> cpu_attn.Job:
-        """Queue the CPU team's attention over C."""
-        kv, team = self._kv[layer], self.regions.team
-        if isinstance(kv, cpu_attn.PagedLatent):
-            return team.submit_paged_mla_decode(q, kv, table, scale, **into)
+    def _computed_arguments(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        table: cpu_attn.PageTable,
+        scale: float,
+        *into: torch.Tensor,
+    ) -> cpu_attn.DecodeArguments:
+        """What the CPU team is to attend of C."""
+        kv = self._kv[layer]
         if kv is None:
             raise RuntimeError(f"{self._plan.who}, layer {layer}: pages in region C, which has no memory")
-        return team.submit_paged_decode(q, kv, table, scale, **into)
+        return cpu_attn.DecodeArguments.check(q, kv, table, scale, *into)
 
     def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

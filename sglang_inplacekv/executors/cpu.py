@@ -113,7 +113,7 @@ class CpuExecutor(Executor):
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
         table, job = self._forward.table, None
         if table is not None:
-            job = self._attend_computed(layer, q, table, scale)
+            job = self.regions.team.submit_arguments(self._computed_arguments(layer, q, table, scale))
         self._wait(self._parts, layer)
         if job is not None:
             self._state.merge(slice(None), *self._collect(job, layer))

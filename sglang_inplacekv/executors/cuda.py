@@ -186,21 +186,21 @@ class CudaExecutor(Executor):
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
         rows, table = forward.plan.tokens, forward.table
-        q, job = q[:rows], None
+        q, arguments, job = q[:rows], None, None
         if table is not None:
-            hand.send(q)
+            into = [part[:rows] for part in hand.to_compute(forward.rows)]
+            arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
         # Queued before the host waits for q, so that the GPU attends while the CPU does.
         if forward.in_place:
             self._in_place.run(q, self.regions.arena.zero_copy_layer(layer), hand.transferred(rows))
         elif forward.tiles:
             self._attend_tiles(layer, q, hand.transferred(rows))
-        if table is not None:
-            arrived = hand.arrived(rows)
+        if arguments is not None:
+            hand.await_q()
             if not forward.padded:
                 hand.clear_padding(forward.rows, rows)
                 forward.padded = True
-            out, lse = (part[:rows] for part in hand.to_compute(forward.rows))
-            job = self._attend_computed(layer, arrived, table, scale, out=out, lse=lse)
+            job = self.regions.team.submit_arguments(arguments)
         if forward.tiles:
             forward.stream.read()
         if job is not None:

@@ -25,14 +25,16 @@ class HandOver:
         self._lse = torch.zeros(rows, heads, device="cuda")
         self._sent = torch.cuda.Event()
 
-    def send(self, q: torch.Tensor) -> None:
-        self._q[: len(q)].copy_(q, non_blocking=True)
+    def send(self, q: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of q and return where it comes to, in pinned memory."""
+        target = self._q[: len(q)]
+        target.copy_(q, non_blocking=True)
         self._sent.record()
+        return target
 
-    def arrived(self, rows: int) -> torch.Tensor:
-        """Wait for q on the host."""
+    def await_q(self) -> None:
+        """Wait until the q that was sent has arrived."""
         self._sent.synchronize()
-        return self._q[:rows]
 
     def transferred(self, rows: int) -> State:
         return self._out[:rows], self._lse[:rows]
@@ -58,7 +60,7 @@ class HandOver:
             self.transferred(rows)[1].fill_(-torch.inf)
 
     def clear_padding(self, rows: int, real_rows: int) -> None:
-        """Make the rows of `to_compute` that no request has finite. Once a forward, after its first q has arrived."""
+        """Make the rows of `to_compute` that no request has finite. Once a forward, after its first await_q."""
         for part in self.to_compute(rows):
             part[real_rows:].zero_()
 
