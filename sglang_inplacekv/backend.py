@@ -36,6 +36,7 @@ class InplaceAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self._shape = pool.regions.shape
         self._device = make_device_backend(runner)
+        self._on_gpu = self.req_to_token_pool.req_to_token.is_cuda
         self._last_layer = pool.start_layer + pool.layer_num - 1
         self._capturing = False
         # Of the decode step whose graph is about to be replayed.
@@ -46,11 +47,13 @@ class InplaceAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         self._capturing, spans = False, self._spans(forward_batch)
-        if self.pool.all_in_device(spans):
-            self.pool.begin_device_forward(spans, forward_batch.forward_mode.is_decode())
+        is_decode = forward_batch.forward_mode.is_decode()
+        # On a CPU stock computes a whole sequence again for each of its chunks, so it is given decodes alone.
+        if (is_decode or self._on_gpu) and self.pool.all_in_device(spans):
+            self.pool.begin_device_forward(spans, is_decode)
             self._device.init_forward_metadata(forward_batch)
         else:
-            self.pool.begin_forward(spans, forward_batch.forward_mode.is_decode())
+            self.pool.begin_forward(spans, is_decode)
 
     def _spans(self, forward_batch: ForwardBatch) -> list[Span]:
         lengths, rids = forward_batch.seq_lens_cpu.tolist(), self._request_ids(forward_batch)
@@ -164,4 +167,4 @@ class InplaceAttnBackend(AttentionBackend):
             self.pool.executor.end_forward()
 
     def support_triton(self) -> bool:
-        return self.req_to_token_pool.req_to_token.is_cuda
+        return self._on_gpu

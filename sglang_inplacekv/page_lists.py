@@ -54,11 +54,13 @@ class PageLists:
 
     def of_decode(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """The same for a decode step, in which each request has grown by one token. May be asked twice in a step."""
-        lists = self._grown(rids, lengths)
+        # Two requests may have been given one id: neither's pages can then be told from the id.
+        distinct = len(set(rids)) == len(rids)
+        lists = self._grown(rids, lengths) if distinct else None
         self._handed_out = []
         if lists is None:
             lists = self._read(index, lengths)
-            self._keep(rids, index, lengths, lists, current=True)
+            self._keep(rids, index, lengths, lists, current=distinct)
             return lists
         if self._verify:
             self._check(rids, lists, self._read(index, lengths))

@@ -179,8 +179,10 @@ def _refuse_features(settings: Any) -> None:
 def _check_page_size(args: Any) -> None:
     if args.page_size < 2:
         _refuse("page_size", args.page_size, f"2 or more (default {DEFAULT_PAGE_SIZE})")
-    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
-        _refuse("max_total_tokens", args.max_total_tokens, f"at least one page, --page-size {args.page_size}")
+    # With one page SGLang's scheduler, stock's too, never starts a request.
+    if args.max_total_tokens is not None and args.max_total_tokens < 2 * args.page_size:
+        possible = f"at least two pages, twice --page-size {args.page_size}"
+        _refuse("max_total_tokens", args.max_total_tokens, possible)
 
 
 def _fill_chunk(args: Any) -> None:

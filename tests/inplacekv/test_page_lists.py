@@ -138,3 +138,12 @@ def test_a_request_that_moved_to_another_row_keeps_its_entry(lists: Counted, tab
     table.write(1, [13])
     lists.of_extend(["c"], torch.tensor([1]), [4])
     assert sorted(own.tolist() for own in lists.live_pages()) == [[5], [11, 12], [13]]
+
+
+def test_two_requests_of_one_id_are_never_taken_for_each_other(lists: Counted, table: Table) -> None:
+    table.write(1, [3, 9])
+    table.write(2, [5, 6])
+    lists.of_extend(["a", "a"], torch.tensor([1, 2]), [6, 5])
+    for step in range(2):
+        assert decode(lists, ["a", "a"], [1, 2], [7 + step, 6 + step]) == [[3, 9], [5, 6]]
+    assert decode(lists, ["a"], [1], [8]) == [[3, 9]]

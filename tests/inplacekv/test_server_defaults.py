@@ -129,10 +129,10 @@ def test_chunk_may_be_off(model: Path) -> None:
     resolve(model, page_size=16, chunked_prefill_size=-1)
 
 
-def test_capacity_below_one_page(model: Path) -> None:
-    line = refusal(model, page_size=64, max_total_tokens=63)
-    assert line.startswith("--max-total-tokens: asked 63, ") and "--page-size 64" in line
-    resolve(model, page_size=64, max_total_tokens=64)
+def test_capacity_below_two_pages(model: Path) -> None:
+    line = refusal(model, page_size=64, max_total_tokens=127)
+    assert line.startswith("--max-total-tokens: asked 127, ") and "--page-size 64" in line
+    resolve(model, page_size=64, max_total_tokens=128)
 
 
 @pytest.mark.parametrize("head_dim", [32, 48, 72, 512])
