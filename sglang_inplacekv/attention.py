@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _LOG2E = 1.4426950408889634
-_QUERY_BLOCK = 256  # bounds the score matrix to heads * 256 * keys fp32
+_SCORE_ROWS = 8192  # bounds the score matrix to so many rows, a head's query each, of fp32 keys
 
 
 def partial_attention(
@@ -24,10 +24,11 @@ def partial_attention(
     group = q_heads // kv_heads
     q = q.float().view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3) * (scale * _LOG2E)
     k, v = k.float().permute(1, 2, 0), v.float().permute(1, 0, 2)
+    step = max(1, _SCORE_ROWS // q_heads)
     out = torch.empty(kv_heads, group, queries, out_dim)
     lse = torch.empty(kv_heads, group, queries)
-    for start in range(0, queries, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, queries)
+    for start in range(0, queries, step):
+        stop = min(start + step, queries)
         seen = stop if causal else keys
         # Heads of a group share k: fold them into the query axis, one product per kv head.
         block = q[:, :, start:stop].reshape(kv_heads, group * (stop - start), head_dim)

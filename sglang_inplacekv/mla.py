@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+    _dispatch_mla_subtype,
+)
 
 from sglang_inplacekv.compat import BACKEND_NAME
 
 
-def _absorbed(attn, forward_batch) -> AttnForwardMethod:
+def register() -> None:
     """Attention over latent rows, of a prefill as well.
 
-    On a GPU a prefill is cheaper over the keys and values that the rows expand to, chunk by chunk; SGLang does that with
-    Triton kernels, which a host without a GPU cannot run.
+    Without a handler of its own, an unknown backend's prefix-free prefills take the expanded form and write no latent rows
+    through it. On a GPU a prefill is cheaper over the keys and values that the rows expand to, chunk by chunk; SGLang does
+    that with Triton kernels, which a host without a GPU cannot run.
     """
-    return AttnForwardMethod.MLA
-
-
-def register() -> None:
-    """Without this, an unknown backend's prefix-free prefills take the expanded form and write no latent rows through it."""
-    AttentionBackendRegistry.register(BACKEND_NAME, _absorbed)
+    AttentionBackendRegistry.register(BACKEND_NAME, _dispatch_mla_subtype)

@@ -18,6 +18,11 @@ def check_model(runner) -> None:
         layers = [(name, layer) for name, layer in layers if layer.tp_k_head_num == 1]
     for name, layer in layers:
         _check_layer(name, layer, pool)
+    for name, module in runner.model.named_modules():
+        if getattr(module, "learnable_sink_param", None) is not None:
+            raise ConfigError(
+                f"--attention-backend {BACKEND_NAME}: layer {name} asks an attention sink, possible is plain softmax"
+            )
     # Layers write and stream in this order, once each per forward.
     expected = list(range(pool.start_layer, pool.start_layer + pool.layer_num))
     found = sorted(layer.layer_id for _, layer in layers)
@@ -37,6 +42,8 @@ def _check_layer(name: str, layer: RadixAttention, pool: RegionPool) -> None:
     shape = pool.regions.shape
     if layer.tp_k_head_num != layer.tp_v_head_num:
         refuse(f"{layer.tp_k_head_num} K and {layer.tp_v_head_num} V heads", "as many of each")
+    if shape.value_dim is None and layer.qk_head_dim != layer.v_head_dim:
+        refuse(f"K of {layer.qk_head_dim} and V of {layer.v_head_dim}", "equal widths")
     asked = (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
     possible = (shape.kv_heads, shape.head_dim, shape.out_dim)
     if asked != possible:

@@ -214,7 +214,7 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
     def _create_buffers(self) -> None:
         self.kv_buffer = self.regions.device_k
 
-    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override=None, **_) -> None:
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override=None) -> None:
         """Write this forward's latent rows, cache_k [tokens, 1, kv_lora_rank + rope], to where its plan says.
 
         cache_v, their beginning, is not looked at.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cpu_attn import LATENT_WIDTHS, SUPPORTED_HEAD_DIMS, supports_latent
+from sglang_inplacekv import cpu_host
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
 from sglang_inplacekv.cores import team_cores
@@ -105,7 +106,7 @@ def check_resolved(args: Any) -> None:
         )
     check_settings(settings)
     model_config = model_config_of(args)
-    _check_model(model_config, on_cpu=_on_cpu(settings))
+    _check_model(model_config, on_cpu=cpu_host.is_cpu_host())
     check_budgets(settings, model_config)
 
 
@@ -127,7 +128,7 @@ def check_settings(settings: Any) -> None:
 def _check_model(model_config: Any, *, on_cpu: bool) -> None:
     """Refuse what the configuration alone gives away; the layers themselves are checked when they exist."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     def refuse(asked: str, possible: str) -> None:
         raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked {asked}, possible are {possible}")
@@ -139,6 +140,8 @@ def _check_model(model_config: Any, *, on_cpu: bool) -> None:
         refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")
     if model_config.is_hybrid_swa:
         refuse("a model with sliding-window layers", "models with full attention in every layer")
+    if is_deepseek_dsa(model_config.hf_config):
+        refuse("a model with a DSA indexer", "models with full attention in every layer")
     if is_mla and not supports_latent(model_config.kv_lora_rank, model_config.qk_rope_head_dim):
         refuse(f"latent rows of {model_config.kv_lora_rank} + {model_config.qk_rope_head_dim}", LATENT_WIDTHS)
     if not is_mla and model_config.head_dim not in SUPPORTED_HEAD_DIMS:

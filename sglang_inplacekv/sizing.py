@@ -33,7 +33,7 @@ _MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Without a GPU there is no device memory to size D from: a bounded stand-in, and the user's own figure beats it.
 _CPU_DEVICE_BYTES = 2**30
 _HOST_SHARE_AUTO = 0.5
-_OTHER_PLANS = 20  # of D, and of each size of captured decode
+_SMALL_GRAPHS = 12  # SGLang captures every fourth or eighth batch size, and more of the small ones
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,9 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
         staging_tokens=demand.chunk_tokens,
         capacity_tokens=capacity_tokens,
         tile_tokens=DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA,
-        workspace_bytes=0 if demand.on_cpu else _workspace_bytes(config, shape, host_bytes),
+        workspace_bytes=0
+        if demand.on_cpu
+        else _workspace_bytes(config, shape, host_bytes, demand.max_running_requests),
     )
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)
@@ -161,11 +163,14 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
     return sizes
 
 
-def _workspace_bytes(config: InplaceConfig, shape: KVShape, host_bytes_auto: int) -> int:
+def _workspace_bytes(
+    config: InplaceConfig, shape: KVShape, host_bytes_auto: int, max_running_requests: int
+) -> int:
     """What the attention kernels hold on a GPU: shared split results, and a plan for each tile of a layer, in two layouts."""
     host_tokens = (config.host_memory_bytes or host_bytes_auto) // shape.token_bytes
     tiles = -(-host_tokens // (config.tile_tokens or DEFAULT_TILE_TOKENS_CUDA))
-    return WORKSPACE_BYTES_CUDA + (2 * tiles + _OTHER_PLANS) * PLAN_BYTES_CUDA
+    captured = max_running_requests // 4 + _SMALL_GRAPHS
+    return WORKSPACE_BYTES_CUDA + (2 * tiles + captured) * PLAN_BYTES_CUDA
 
 
 def _check_stand_in(asked_bytes: int, available_bytes: int) -> None:

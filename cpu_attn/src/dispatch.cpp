@@ -12,18 +12,22 @@ namespace cpu_attn {
 namespace {
 
 #ifdef CPU_ATTN_AMX
-// Tile data is off until the process asks for it; once granted, every thread has it. Refused where
-// the kernel is older than 5.16, and where a thread's signal stack is too small for the tiles.
-bool request_tiles() {
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;      // of leaf 7, edx
-  constexpr unsigned kTileState = 3u << 17;                   // configuration and data, of XCR0
+bool has_tiles() {
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // of leaf 7, edx
+  constexpr unsigned kTileState = 3u << 17;               // configuration and data, of XCR0
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTile) == 0)
     return false;
   __asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
-  return (a & kTileState) == kTileState &&
-         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return (a & kTileState) == kTileState;
+}
+
+// Tile data is off until the process asks for it, which it does only where amx is chosen: once
+// granted, every thread has it, and signal stacks must be larger. Refused where the kernel is older
+// than 5.16, and where a thread's signal stack is too small for the tiles.
+bool request_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
@@ -45,7 +49,7 @@ struct Found {
     if (__builtin_cpu_supports("avx512bf16")) kernels[count++] = kernel_avx512bf16();
 #endif
 #ifdef CPU_ATTN_AMX
-    if (request_tiles()) kernels[count++] = kernel_amx();
+    if (has_tiles()) kernels[count++] = kernel_amx();
 #endif
 #endif
   }
@@ -61,13 +65,18 @@ const Found& found() {
 const Kernel* supported_kernel(int i) { return i < found().count ? found().kernels[i] : nullptr; }
 
 const Kernel* find_kernel(const char* name) {
-  for (int i = 0; const Kernel* kernel = supported_kernel(i); ++i)
-    if (std::strcmp(kernel->name, name) == 0) return kernel;
+  bool wide = false;
+  for (int i = 0; const Kernel* kernel = supported_kernel(i); ++i) {
+    wide = wide || std::strcmp(kernel->name, "avx512") == 0;
+    if (std::strcmp(kernel->name, name) != 0) continue;
+#ifdef CPU_ATTN_AMX
+    if (std::strcmp(name, "amx") == 0 && !request_tiles()) return nullptr;
+#endif
+    return kernel;
+  }
 #ifdef CPU_ATTN_X86
-  // Needs AVX-512 for all but the tiles, so whatever runs that.
-  const Kernel* emulated = kernel_amx_emulated();
-  for (int i = 0; const Kernel* kernel = supported_kernel(i); ++i)
-    if (kernel == kernel_avx512() && std::strcmp(emulated->name, name) == 0) return emulated;
+  // Needs AVX-512 for all but the tiles, so its code is not even entered elsewhere.
+  if (wide && std::strcmp(name, "amx-emulated") == 0) return kernel_amx_emulated();
 #endif
   return nullptr;
 }

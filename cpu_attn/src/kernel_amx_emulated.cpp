@@ -1,4 +1,4 @@
-// The tile kernel with tiles as arrays: slow, and the same layout and order of sums as AMX.
+// The tile kernel with tiles as arrays: slow, and the same layout as AMX.
 #include "cpu_attn/isa_avx512.h"
 // The instruction set comes first.
 #include "cpu_attn/dispatch.h"

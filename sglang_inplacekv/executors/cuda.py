@@ -78,7 +78,8 @@ class CudaExecutor(Executor):
         self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
-        self._planning = torch.cuda.Event()  # the last plan has left pinned memory
+        # The last plans of the calls that are captured, and of all others, have left pinned memory.
+        self._captured_planning, self._planning = torch.cuda.Event(), torch.cuda.Event()
         self._hand: HandOver | None = None
         self._current: _Forward | None = None
         self._ended: deque[_Forward] = deque()  # their clocks are still to be read
@@ -253,9 +254,9 @@ class CudaExecutor(Executor):
             np.concatenate((lists.last_page_tokens, spare)),
         )
         assert self._geometry is not None
-        self._await_planning()
+        self._captured_planning.synchronize()
         self._captured[forward.rows].plan(self._geometry, filled)
-        self._planning.record()
+        self._captured_planning.record()
 
     def extend(
         self,
@@ -281,7 +282,8 @@ class CudaExecutor(Executor):
         if forward.planned:
             return
         forward.planned = True
-        self._await_planning()
+        # FlashInfer's plan leaves through pinned memory, which the next plan overwrites.
+        self._planning.synchronize()
         geometry = self._geometry_of(q, scale)
         if not forward.plan.is_decode:
             self._chunk.plan(geometry, forward.row_counts.tolist())
@@ -303,10 +305,6 @@ class CudaExecutor(Executor):
             attention.plan(geometry, self._tile_lists(forward, tile))
             forward.tiles.append(attention)
         self._planning.record()
-
-    def _await_planning(self) -> None:
-        """FlashInfer's plan leaves through pinned memory, which the next plan overwrites: wait until the last is through."""
-        self._planning.synchronize()
 
     def _geometry_of(self, q: torch.Tensor, scale: float) -> Geometry:
         shape = self.regions.shape

@@ -7,6 +7,7 @@ tolerance serves all dtypes and kernels.
 
 import functools
 import math
+import os
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from cpu_attn import (
     paged_mla_decode,
     supported_isas,
 )
-from cpu_attn.library import select_isa
+from cpu_attn.library import _default, select_isa
 from tests.cpu_attn.reference import Case, int32, make_case, make_latent_case
 
 TOLERANCE = 3e-6
@@ -286,7 +287,12 @@ def test_wide_kernels_serve_paged_decode(each_mla_isa: str) -> None:
 
 def test_emulated_tiles_are_never_the_default() -> None:
     assert "amx-emulated" not in supported_isas()
-    assert isa() == supported_isas()[-1]
+
+
+def test_amx_has_to_be_asked_for() -> None:
+    assert _default(["scalar", "avx2", "avx512", "avx512bf16", "amx"]) == "avx512bf16"
+    assert _default(["scalar", "avx2"]) == "avx2"
+    assert isa() == os.environ.get("CPU_ATTN_ISA", _default(supported_isas()))
 
 
 def test_multiply_probe(executor: Executor, each_mla_isa: str) -> None:

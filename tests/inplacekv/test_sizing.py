@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_inplacekv import arena, sizing
+from sglang_inplacekv.config import InplaceConfig
+from sglang_inplacekv.layout import PLAN_BYTES_CUDA, WORKSPACE_BYTES_CUDA, KVShape
 from tests.inplacekv.startup import refusal, resolve, restored_environment, write_config
 
 # Of Llama as GEOMETRY has it: K and V x 2 heads x 64 x 4 bytes x 2 layers
@@ -78,3 +81,18 @@ def test_host_budget_above_the_cgroup(model: Path, tmp_path: Path, monkeypatch: 
 def test_auto_host_budget_holds_one_short_request(model: Path) -> None:
     """Reachable tokens are rounded up to pages: auto never asks for less than one."""
     resolve(model, context_length=100, max_running_requests=1, page_size=256)
+
+
+def test_workspaces_grow_with_what_a_layer_streams() -> None:
+    """A plan for each P tile that all of host memory fills, in both layouts, and for each captured batch size."""
+    shape = KVShape(layers=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16, page_size=16)
+
+    def plans(host_tokens: int, requests: int) -> float:
+        config = InplaceConfig(tile_tokens=256, host_memory_bytes=host_tokens * shape.token_bytes)
+        nbytes = sizing._workspace_bytes(config, shape, 0, requests)
+        return (nbytes - WORKSPACE_BYTES_CUDA) / PLAN_BYTES_CUDA
+
+    assert plans(1025, 32) - plans(1024, 32) == 2
+    assert plans(2048, 32) - plans(1024, 32) == 2 * 4
+    for requests, sizes in ((32, 8), (128, 20), (256, 36)):  # that SGLang captures
+        assert plans(256, requests) - 2 >= sizes + 2  # and D of eager forwards, and T read in place
