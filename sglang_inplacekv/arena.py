@@ -204,17 +204,12 @@ class HostArena:
 
         Adjacent pages are one copy. Addresses are of layer 0; every further layer lies `layer_stride` behind. uint64.
         """
-        pages = np.asarray(pages, dtype=np.int64)
-        chunk, slot = np.divmod(pages - self.sizes.first_host_page, self.sizes.chunk_pages)
-        first = np.ones(len(pages), dtype=bool)
-        first[1:] = (np.diff(pages) != 1) | (np.diff(chunk) != 0)
-        places = np.flatnonzero(first)
-        counts = np.diff(np.append(places, len(pages)))
-        address = self._base + chunk[places] * self._chunk_stride + slot[places] * self.page_stride
+        chunk, slot, place, count = self.sizes.adjacent_runs(pages).T
+        address = self._base + chunk * self._chunk_stride + slot * self.page_stride
         return (
             address.astype(np.uint64),
-            (places * self.page_stride).astype(np.uint64),
-            (counts * self.page_stride).astype(np.uint64),
+            (place * self.page_stride).astype(np.uint64),
+            (count * self.page_stride).astype(np.uint64),
         )
 
     @property

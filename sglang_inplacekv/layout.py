@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_inplacekv.config import ConfigError, InplaceConfig
@@ -121,6 +122,14 @@ class RegionSizes:
     def slot_of(self, page: int) -> int:
         """Place of a host page inside its chunk."""
         return (page - self.first_host_page) % self.chunk_pages
+
+    def adjacent_runs(self, pages: np.ndarray) -> np.ndarray:
+        """Group host `pages` into copies: [runs, 4] int64 of (chunk, first slot in chunk, first place in `pages`, count)."""
+        chunk, slot = np.divmod(np.asarray(pages, dtype=np.int64) - self.first_host_page, self.chunk_pages)
+        first = np.ones(len(chunk), dtype=bool)
+        first[1:] = (np.diff(slot) != 1) | (np.diff(chunk) != 0)
+        place = np.flatnonzero(first)
+        return np.stack((chunk[place], slot[place], place, np.diff(np.append(place, len(chunk)))), axis=1)
 
     def chunk_page_range(self, chunk: int) -> range:
         first = self.first_host_page + chunk * self.chunk_pages

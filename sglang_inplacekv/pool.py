@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Any
+
 import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
@@ -21,14 +24,38 @@ class RegionPool(KVCache):
     device tensors are a stock pool, whose rows D's token ids are.
     """
 
-    def _attach(self, regions: Regions, executor: Executor, req_to_token_pool) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        executor: Executor,
+        req_to_token_pool,
+        *,
+        start_layer: int,
+        end_layer: int,
+        device: str,
+    ) -> None:
+        shape = regions.shape
         self.regions, self.executor = regions, executor
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
         self.device_only = False
         self.metrics = StepMetrics(regions)
-        page_size = regions.shape.page_size
-        self.page_lists = PageLists(req_to_token_pool, page_size, verify=regions.config.verify)
+        self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
+        super().__init__(
+            size=regions.sizes.capacity_tokens,
+            page_size=shape.page_size,
+            dtype=shape.dtype,
+            layer_num=shape.layers,
+            device=device,
+            enable_memory_saver=False,
+            start_layer=start_layer,
+            end_layer=end_layer,
+            **self._row_arguments(),
+        )
+
+    @abstractmethod
+    def _row_arguments(self) -> dict[str, Any]:
+        """What SGLang's pool class wants to know of a token's row."""
 
     def all_in_device(self, spans: list[Span]) -> bool:
         """Whether every page of `spans` is homed in D."""
@@ -129,32 +156,12 @@ class RegionPool(KVCache):
 class InplaceMHAPool(RegionPool, MHATokenToKVPool):
     """KV of a GQA or MHA model in four regions."""
 
-    def __init__(
-        self,
-        regions: Regions,
-        executor: Executor,
-        req_to_token_pool,
-        *,
-        start_layer: int,
-        end_layer: int,
-        device: str,
-    ) -> None:
-        shape = regions.shape
-        self._attach(regions, executor, req_to_token_pool)
-        MHATokenToKVPool.__init__(
-            self,
-            regions.sizes.capacity_tokens,
-            shape.page_size,
-            shape.dtype,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.layers,
-            device,
-            enable_memory_saver=False,
-            start_layer=start_layer,
-            end_layer=end_layer,
-            kv_cache_layout="nhd",
-        )
+    def _row_arguments(self) -> dict[str, Any]:
+        return {
+            "head_num": self.regions.shape.kv_heads,
+            "head_dim": self.regions.shape.head_dim,
+            "kv_cache_layout": "nhd",
+        }
 
     def _create_buffers(self) -> None:
         self.k_buffer, self.v_buffer = self.regions.device_k, self.regions.device_v
@@ -185,31 +192,9 @@ class InplaceMHAPool(RegionPool, MHATokenToKVPool):
 class InplaceMLAPool(RegionPool, MLATokenToKVPool):
     """The latent KV of an MLA model in four regions: one row a token, whose first kv_lora_rank elements are V."""
 
-    def __init__(
-        self,
-        regions: Regions,
-        executor: Executor,
-        req_to_token_pool,
-        *,
-        start_layer: int,
-        end_layer: int,
-        device: str,
-    ) -> None:
-        shape = regions.shape
-        self._attach(regions, executor, req_to_token_pool)
-        MLATokenToKVPool.__init__(
-            self,
-            regions.sizes.capacity_tokens,
-            shape.page_size,
-            shape.dtype,
-            shape.out_dim,
-            shape.head_dim - shape.out_dim,
-            shape.layers,
-            device,
-            enable_memory_saver=False,
-            start_layer=start_layer,
-            end_layer=end_layer,
-        )
+    def _row_arguments(self) -> dict[str, Any]:
+        shape = self.regions.shape
+        return {"kv_lora_rank": shape.out_dim, "qk_rope_head_dim": shape.head_dim - shape.out_dim}
 
     def _create_buffers(self) -> None:
         self.kv_buffer = self.regions.device_k

@@ -49,12 +49,15 @@ _FILLED: dict[str, Any] = {
     "max_running_requests": DEFAULT_MAX_RUNNING,
     "cuda_graph_backend_prefill": "disabled",
 }
-# Without a GPU there are none; with one, our graphs take the place of SGLang's "full".
-_DECODE_GRAPHS = ("full", "disabled")
 
 
 def _on_cpu(args: Any) -> bool:
     return args.device == "cpu" or not torch.cuda.is_available()
+
+
+def _decode_graphs(args: Any) -> tuple[str, ...]:
+    # Without a GPU there are none; with one, our graphs take the place of SGLang's "full".
+    return ("disabled",) if _on_cpu(args) else ("full", "disabled")
 
 
 def is_selected(args: Any) -> bool:
@@ -118,7 +121,7 @@ def check_settings(settings: Any) -> None:
     graphs = settings.cuda_graph_config
     if graphs.prefill.backend != "disabled":
         _refuse("cuda_graph_config", f"prefill {graphs.prefill.backend}", "prefill disabled")
-    possible = ("disabled",) if _on_cpu(settings) else _DECODE_GRAPHS
+    possible = _decode_graphs(settings)
     if graphs.decode.backend not in possible:
         _refuse("cuda_graph_config", f"decode {graphs.decode.backend}", f"decode {' or '.join(possible)}")
     _check_page_size(settings)
@@ -162,7 +165,7 @@ def _refuse_conflicts(args: Any) -> None:
             _refuse(phase, asked, f"unset (select the backend with --attention-backend {BACKEND_NAME})")
     _refuse_features(args)
     for phase, possible in (
-        ("decode", ("disabled",) if _on_cpu(args) else _DECODE_GRAPHS),
+        ("decode", _decode_graphs(args)),
         ("prefill", ("disabled",)),
     ):
         field = f"cuda_graph_backend_{phase}"

@@ -27,6 +27,7 @@ class Executor(ABC):
         config = regions.config
         self.regions = regions
         self._timeout_s = config.wait_timeout_s
+        self._current: Any = None  # the plan in the form that this executor's layers use
         self._queues = {name: WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in queues}
         self._kv = [regions.arena.attention_regions(layer) for layer in range(regions.shape.layers)]
         # Threads would otherwise outlive a server that was shut down inside a living process.
@@ -103,9 +104,15 @@ class Executor(ABC):
             self.regions.windows.begin_flush(page, ticket)
 
     @property
-    @abstractmethod
-    def _plan(self) -> StepPlan:
+    def _forward(self) -> Any:
         """The forward that has begun. Raises RuntimeError before the first."""
+        if self._current is None:
+            raise RuntimeError("no forward has begun")
+        return self._current
+
+    @property
+    def _plan(self) -> StepPlan:
+        return self._forward.plan
 
     @abstractmethod
     def _submit_flush(self, page: int) -> Ticket:

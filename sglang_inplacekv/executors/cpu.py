@@ -21,7 +21,7 @@ import torch
 import cpu_attn
 from sglang_inplacekv.attention import partial_attention
 from sglang_inplacekv.executors.base import Executor
-from sglang_inplacekv.executors.home_writer import HomeWriter
+from sglang_inplacekv.executors.home_writer import CpuHomeWriter, HomeWriter
 from sglang_inplacekv.executors.tile_stream import Tile, TileStream
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.merge import empty_state, merge_states
@@ -66,17 +66,6 @@ class CpuExecutor(Executor):
             torch.full((regions.sizes.tile_pages, shape.parts, block), fill, dtype=shape.dtype)
             for _ in range(2)
         ]
-        self._current: _Forward | None = None
-
-    @property
-    def _forward(self) -> _Forward:
-        if self._current is None:
-            raise RuntimeError("no forward has begun")
-        return self._current
-
-    @property
-    def _plan(self) -> StepPlan:
-        return self._forward.plan
 
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
         page_size = self.regions.sizes.page_size
@@ -86,7 +75,7 @@ class CpuExecutor(Executor):
             [torch.from_numpy(reads.device_slots(page_size)) for reads in plan.reads],
             torch.from_numpy(plan.device_tokens),
             torch.from_numpy(plan.device_slots),
-            HomeWriter(self.regions, self._write, plan),
+            CpuHomeWriter(self.regions, self._write, plan),
             TileStream(self.regions, self._copy, self._tiles, plan),
             self._compute_table(plan) if plan.is_decode else None,
         )

@@ -81,7 +81,6 @@ class CudaExecutor(Executor):
         # The last plans of the calls that are captured, and of all others, have left pinned memory.
         self._captured_planning, self._planning = torch.cuda.Event(), torch.cuda.Event()
         self._hand: HandOver | None = None
-        self._current: _Forward | None = None
         self._ended: deque[_Forward] = deque()  # their clocks are still to be read
         self._transfers = _no_transfers()
         self.reserve_rows(0)
@@ -94,16 +93,6 @@ class CudaExecutor(Executor):
 
     def begin_capture(self, rows: int) -> None:
         self._capturing_rows = rows
-
-    @property
-    def _forward(self) -> _Forward:
-        if self._current is None:
-            raise RuntimeError("no forward has begun")
-        return self._current
-
-    @property
-    def _plan(self) -> StepPlan:
-        return self._forward.plan
 
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
         self._capturing_rows = None
@@ -330,15 +319,17 @@ class CudaExecutor(Executor):
     def _in_place_lists(self, forward: _Forward) -> PagedLists:
         pages = [own.transfer_pages for own in forward.plan.reads]
         counts = np.array([len(own) for own in pages], dtype=np.int32)
-        rows = self.regions.arena.zero_copy_index(np.concatenate(pages))
-        full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
-        return PagedLists(forward.row_counts, counts, rows, full)
+        return self._full_pages(forward, counts, self.regions.arena.zero_copy_index(np.concatenate(pages)))
 
     def _tile_lists(self, forward: _Forward, tile: Tile) -> PagedLists:
         counts = np.zeros(len(forward.row_counts), dtype=np.int32)
         for request, own in tile.readers:
             counts[request] = len(own)
         pages = np.concatenate([own.numpy() for _, own in tile.readers]).astype(np.int32)
+        return self._full_pages(forward, counts, pages)
+
+    def _full_pages(self, forward: _Forward, counts: np.ndarray, pages: np.ndarray) -> PagedLists:
+        """Host pages are full, all of them."""
         full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
         return PagedLists(forward.row_counts, counts, pages, full)
 
@@ -351,7 +342,7 @@ class CudaExecutor(Executor):
         shape, size = self.regions.shape, self.regions.sizes.page_size
         computed = self._forward.stream.tiles[index].role == ROLE_COMPUTE
         inner = (shape.kv_heads, size) if computed else (size, shape.kv_heads)
-        return self._forward.stream.ready(layer).view(-1, 2, *inner, shape.head_dim)
+        return self._forward.stream.ready(layer).view(-1, shape.parts, *inner, shape.head_dim)
 
     def _submit_flush(self, page: int) -> Ticket:
         return self._flusher.submit(page)

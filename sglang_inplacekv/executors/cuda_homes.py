@@ -16,7 +16,6 @@ import torch
 
 from sglang_inplacekv.executors.dma import CopyBatch, to_gpu
 from sglang_inplacekv.executors.home_writer import HomeWriter
-from sglang_inplacekv.executors.tile_stream import adjacent_runs
 from sglang_inplacekv.layout import ROLE_COMPUTE, KVShape
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
@@ -66,24 +65,24 @@ class CudaHomeWriter(HomeWriter):
         self._stream = stream
         if not self._count:
             return
-        pages = np.array([write.page for write in plan.home_writes], dtype=np.int64)
-        first = np.array([write.first_token for write in plan.home_writes], dtype=np.int64)
-        # Roles are taken now: later, a chunk whose pages were all freed may have dropped its own.
-        computed, transferred = self._computed.numpy(), self._transferred.numpy()
+        computed, transferred = self._computed, self._transferred
         self._stretches = [
-            *[(True, stretch) for stretch in self._stretches_of(first[computed], 0)],
-            *[(False, stretch) for stretch in self._stretches_of(first[transferred], len(computed))],
+            *[(True, stretch) for stretch in self._stretches_of(self._first_tokens[computed], 0)],
+            *[
+                (False, stretch)
+                for stretch in self._stretches_of(self._first_tokens[transferred], len(computed))
+            ],
         ]
-        homes, offsets, sizes = regions.arena.copy_runs(pages[transferred])
+        homes, offsets, sizes = regions.arena.copy_runs(self._pages[transferred])
         start = len(computed) * regions.arena.page_stride
         self._to_transfer = CopyBatch(homes, offsets + np.uint64(start), sizes)
-        self._pieces: list[tuple[CopyBatch, list[tuple[int, int, int, int]]]] = []
+        self._pieces: list[tuple[CopyBatch, list[list[int]]]] = []
         self._done = torch.cuda.Event(blocking=True)
         if len(computed):
             if queue not in _BOUNCES:
                 _BOUNCES[queue] = _Bounce(regions.shape)
             self._bounce = _BOUNCES[queue]
-            self._pieces = self._cut(pages[computed])
+            self._pieces = self._cut(self._pages[computed])
 
     def _stretches_of(self, first_tokens: np.ndarray, place: int) -> list[_Stretch]:
         """Cover pages that begin at `first_tokens` and are staged from `place` on."""
@@ -102,13 +101,13 @@ class CudaHomeWriter(HomeWriter):
             for start, stop in pairwise(cuts)
         ]
 
-    def _cut(self, pages: np.ndarray) -> list[tuple[CopyBatch, list[tuple[int, int, int, int]]]]:
+    def _cut(self, pages: np.ndarray) -> list[tuple[CopyBatch, list[list[int]]]]:
         """C pages in pieces that fit a bounce slot: the copy from a staging tensor to a slot, both at 0, and the runs home."""
         pieces, stride = [], self._regions.arena.page_stride
         for start in range(0, len(pages), self._bounce.pages):
             own = pages[start : start + self._bounce.pages]
             copy = [np.array([value], dtype=np.uint64) for value in (0, start * stride, len(own) * stride)]
-            pieces.append((CopyBatch(*copy), adjacent_runs(own, self._regions.sizes)))
+            pieces.append((CopyBatch(*copy), self._regions.sizes.adjacent_runs(own).tolist()))
         return pieces
 
     def _pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_inplacekv.executors.dma import CopyBatch
-from sglang_inplacekv.executors.tile_stream import Tile, adjacent_runs, plan_tiles
+from sglang_inplacekv.executors.tile_stream import Tile, plan_tiles
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
@@ -77,7 +77,7 @@ class CudaTileStream:
         self._queued = any(tile.role == ROLE_COMPUTE for tile in self.tiles)
         self._batches = [self._batch(tile) for tile in self.tiles]
         self._runs = [
-            adjacent_runs(tile.pages, regions.sizes) if tile.role == ROLE_COMPUTE else []
+            regions.sizes.adjacent_runs(tile.pages).tolist() if tile.role == ROLE_COMPUTE else []
             for tile in self.tiles
         ]
         self._total = len(self.tiles) * regions.shape.layers

@@ -10,6 +10,7 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 from sglang_inplacekv.executors.dma import to_gpu
+from sglang_inplacekv.executors.merge_kernel import State
 from sglang_inplacekv.layout import PLAN_BYTES_CUDA, WORKSPACE_BYTES_CUDA
 
 # fa2 serves decode (one query row) and prefill alike, in both KV layouts, and returns base-2 LSE.
@@ -108,8 +109,8 @@ class PagedAttention:
         self,
         q: torch.Tensor,
         kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        into: State | None = None,
+    ) -> State:
         """Attend all rows of q; returns (out, lse), which are `into` if given. Rows that do not take part have lse -inf."""
         out, lse = into or (q.new_zeros(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
         if self._rows is None:
@@ -141,7 +142,7 @@ class ChunkAttention:
             kv_data_type=geometry.kv_dtype,
         )
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> State:
         return self._wrapper.run(q, k, v, return_lse=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-State = tuple[torch.Tensor, torch.Tensor]
+from sglang_inplacekv.executors.merge_kernel import State
 
 
 class HandOver:

@@ -55,20 +55,6 @@ def plan_tiles(plan: StepPlan, sizes: RegionSizes) -> list[Tile]:
     return tiles
 
 
-def adjacent_runs(pages: np.ndarray, sizes: RegionSizes) -> list[tuple[int, int, int, int]]:
-    """Group `pages` into (chunk, first slot in chunk, first place in list, count): one copy each."""
-    runs: list[tuple[int, int, int, int]] = []
-    for place, page in enumerate(pages.tolist()):
-        chunk, slot = sizes.chunk_of(page), sizes.slot_of(page)
-        if runs:
-            last_chunk, last_slot, last_place, count = runs[-1]
-            if chunk == last_chunk and slot == last_slot + count:
-                runs[-1] = (last_chunk, last_slot, last_place, count + 1)
-                continue
-        runs.append((chunk, slot, place, 1))
-    return runs
-
-
 class TileStream:
     """The P tiles of one forward. `ready` gives the next tile's buffer and copy ticket, `read_by` returns the buffer."""
 
@@ -77,7 +63,7 @@ class TileStream:
     ) -> None:
         self._regions, self._queue, self._buffers = regions, copy_queue, buffers
         self.tiles = plan_tiles(plan, regions.sizes)
-        self._runs = [adjacent_runs(tile.pages, regions.sizes) for tile in self.tiles]
+        self._runs = [regions.sizes.adjacent_runs(tile.pages).tolist() for tile in self.tiles]
         self._pending = [
             [plan.pending[p] for p in tile.pages.tolist() if p in plan.pending] for tile in self.tiles
         ]

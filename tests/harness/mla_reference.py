@@ -21,10 +21,8 @@ BACKEND = "torch_native"
 @contextmanager
 def mla_reference() -> Iterator[None]:
     """Models built and run in this block by torch_native attend the latent cache in absorbed form, in every forward."""
-    with (
-        # A name without a handler gets Triton's: multi-head attention over K and V that are handed over, when no prefix is
-        # cached. torch_native reads K and V from the pool instead, which holds latents. Where shapes happen to agree
-        # (kv_lora_rank == qk_nope_head_dim), that is wrong output and no error.
-        mock.patch.dict(AttentionBackendRegistry._handlers, {BACKEND: _dispatch_mla_subtype}),
-    ):
+    # A name without a handler gets Triton's: multi-head attention over K and V that are handed over, when no prefix is
+    # cached. torch_native reads K and V from the pool instead, which holds latents. Where shapes happen to agree
+    # (kv_lora_rank == qk_nope_head_dim), that is wrong output and no error.
+    with mock.patch.dict(AttentionBackendRegistry._handlers, {BACKEND: _dispatch_mla_subtype}):
         yield
