@@ -8,4 +8,4 @@ def gpu_kv_bytes(server) -> int:
     if server.ours is None:
         return sum(server.runner.kv_pool.get_kv_size_bytes())
     sizes, shape = server.ours.regions.sizes, server.ours.regions.shape
-    return server.ours.regions.device_bytes + 2 * sizes.tile_pages * 2 * shape.block_bytes
+    return server.ours.regions.device_bytes + 2 * sizes.tile_pages * shape.parts * shape.block_bytes

@@ -196,7 +196,7 @@ class HostArena:
 
     def zero_copy_index(self, pages: np.ndarray) -> np.ndarray:
         """Rows of the zero-copy tensors, the same in every layer, that hold these T pages; int32."""
-        chunk, slot = np.divmod(pages - self.sizes.first_host_page, self.sizes.chunk_pages)
+        chunk, slot = self.sizes.locate(pages)
         return (chunk * (self._chunk_stride // self.page_stride) + slot).astype(np.int32)
 
     def copy_runs(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

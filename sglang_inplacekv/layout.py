@@ -123,9 +123,13 @@ class RegionSizes:
         """Place of a host page inside its chunk."""
         return (page - self.first_host_page) % self.chunk_pages
 
+    def locate(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Chunk of each host page, and its place inside it."""
+        return np.divmod(pages - self.first_host_page, self.chunk_pages)
+
     def adjacent_runs(self, pages: np.ndarray) -> np.ndarray:
         """Group host `pages` into copies: [runs, 4] int64 of (chunk, first slot in chunk, first place in `pages`, count)."""
-        chunk, slot = np.divmod(np.asarray(pages, dtype=np.int64) - self.first_host_page, self.chunk_pages)
+        chunk, slot = self.locate(np.asarray(pages, dtype=np.int64))
         first = np.ones(len(chunk), dtype=bool)
         first[1:] = (np.diff(slot) != 1) | (np.diff(chunk) != 0)
         place = np.flatnonzero(first)

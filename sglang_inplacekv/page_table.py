@@ -16,7 +16,7 @@ def compute_table(plan: StepPlan, sizes: RegionSizes) -> cpu_attn.PageTable | No
     if not len(pages):
         return None
     counts = np.array([len(reads.compute_pages) for reads in plan.reads])
-    chunk, slot = np.divmod(pages - sizes.first_host_page, sizes.chunk_pages)
+    chunk, slot = sizes.locate(pages)
     columns = (
         2 * chunk + ROLE_COMPUTE,
         slot,

@@ -40,9 +40,7 @@ class HomeWrite:
 class Reads:
     """Where one request's attended tokens are: disjoint, together all of them."""
 
-    device_pages: (
-        np.ndarray
-    )  # [n] int64, pages of the device tensor (D homes and windows), all full but the last
+    device_pages: np.ndarray  # [n] int64, of the device tensor (D homes and windows), all full but the last
     device_tokens: int  # of them
     compute_pages: np.ndarray  # [n] int64, full pages read in place by the CPU
     transfer_pages: np.ndarray  # [n] int64, full pages streamed through P
@@ -158,9 +156,7 @@ class Planner:
             )
         device_tokens = len(device_pages) * size - spare
         home = ids[~on_device]
-        roles = (
-            np.asarray(self.homes.role)[(home - first_host) // self.sizes.chunk_pages] if len(home) else home
-        )
+        roles = np.asarray(self.homes.role)[self.sizes.locate(home)[0]] if len(home) else home
         computed = roles == ROLE_COMPUTE
         reads = Reads(device_pages, device_tokens, home[computed], home[~computed])
         planned = device_tokens + len(home) * size

@@ -21,9 +21,6 @@ OURS = "ours"
 SHARES = (0.0, 0.4, 1.0)
 FAULT_SHARE = 0.4  # both host regions are in use
 FAULTS = (("lost", "C"), ("repeated", "T"))
-FAULT_SHARE_OF_REQUESTS = (
-    0.25  # the shortest: a page more or less is most of a short context, and little of a long one
-)
 _FIELDS = {"C": "compute_pages", "T": "transfer_pages"}
 _HOST_SLACK = 1.25  # chunks that the other role holds
 
@@ -39,7 +36,8 @@ class Profile:
     page_size: int = 256  # ours; stock's is 1
     chunk_tokens: int = 8192
     device_tokens: int = 1024  # D homes: most tokens have host homes
-    # Share of the requests that are run with a fault, the shortest: a page more or less is little of a long context.
+    # Share of the requests that are run with a fault, the shortest: a page more or less is most of a short context, and
+    # little of a long one.
     faulty_requests: float = 0.25
     dummy_std: float | None = 0.02
     seed: int = 0
