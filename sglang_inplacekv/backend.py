@@ -6,6 +6,8 @@ homed on the host, the executor runs it over the four regions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -54,6 +56,20 @@ class InplaceAttnBackend(AttentionBackend):
             self._device.init_forward_metadata(forward_batch)
         else:
             self.pool.begin_forward(spans, is_decode)
+            if self._is_expanded_on(forward_batch) and not any(forward_batch.extend_prefix_lens_cpu):
+                self._device.init_forward_metadata(forward_batch)
+
+    def _is_expanded_on(self, forward_batch: ForwardBatch) -> bool:
+        """Whether SGLang expands this forward's latent rows and its own kernels attend them (see mla.py)."""
+        return self._on_gpu and self._shape.value_dim is not None and forward_batch.forward_mode.is_extend()
+
+    def init_mha_chunk_metadata(
+        self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
+    ) -> None:
+        """SGLang has cut the prefixes of an expanded prefill into chunks."""
+        self._device.init_mha_chunk_metadata(forward_batch, disable_flashinfer_ragged)
+        if not self.pool.device_only:
+            self.pool.begin_prefix(forward_batch)
 
     def _spans(self, forward_batch: ForwardBatch) -> list[Span]:
         lengths, rids = forward_batch.seq_lens_cpu.tolist(), self._request_ids(forward_batch)
@@ -135,8 +151,12 @@ class InplaceAttnBackend(AttentionBackend):
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache=True, **kwargs
     ):
-        if self.pool.device_only:
-            return self._device.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self.pool.device_only or self._is_expanded_on(forward_batch):
+            out = self._device.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            if not self.pool.device_only and _is_last_call(forward_batch):
+                self._end_if_last(layer)
+            # SGLang merges chunks by LSEs of base e, FlashInfer's are of base 2.
+            return (out[0], out[1] * math.log(2)) if isinstance(out, tuple) else out
         parts = self._parts(k, v, layer, save_kv_cache, kwargs)
         k, v = parts[0], parts[-1][..., : self._shape.out_dim]
         self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
@@ -168,3 +188,11 @@ class InplaceAttnBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return self._on_gpu
+
+
+def _is_last_call(forward_batch: ForwardBatch) -> bool:
+    """Of a layer's calls in an expanded prefill: over the chunk itself, then over each chunk of the prefixes."""
+    if not any(forward_batch.extend_prefix_lens_cpu):
+        return True
+    last = forward_batch.num_prefix_chunks - 1
+    return bool(forward_batch.attn_attend_prefix_cache) and forward_batch.prefix_chunk_idx == last

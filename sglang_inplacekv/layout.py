@@ -40,6 +40,7 @@ DEFAULT_TILE_TOKENS_CUDA = 32768  # 64 MiB of Qwen3-30B-A3B: long copies, few ca
 STAGING_LAYERS = 2
 WORKSPACE_BYTES_CUDA = 128 * 2**20  # FlashInfer's split results
 PLAN_BYTES_CUDA = 2 * 2**20  # FlashInfer's plan of one call, on the GPU and in pinned memory each
+PLAN_BYTES_CUDA_MLA = 8 * 2**20  # what its MLA calls take themselves
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from sglang_inplacekv import compat, cpu_host
 def register() -> None:
     """Register backend, flags and hooks. SGLang swallows what this raises; `hooks.verify` finds what is missing."""
     compat.check_sglang_version()
+    from sglang.srt.arg_groups.choices import add_chunked_prefix_cache_attention_backend
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
@@ -21,6 +22,8 @@ def register() -> None:
         cpu_host.apply()
     if compat.BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([compat.BACKEND_NAME])
+        # Else SGLang turns the chunk-by-chunk prefill of MLA off.
+        add_chunked_prefix_cache_attention_backend(compat.BACKEND_NAME)
 
     @register_attention_backend(compat.BACKEND_NAME)
     def create(runner):

@@ -212,11 +212,51 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
         latent = cache_k.to(self.dtype).view(-1, 1, self.kv_cache_dim)
         self.executor.write_layer(layer_id - self.start_layer, latent)
 
-    def set_mla_kv_buffer(self, *args, **kwargs):
-        self._refuse("set_mla_kv_buffer")
+    def set_mla_kv_buffer(self, layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=None) -> None:
+        """set_kv_buffer of rows in two parts, [tokens, 1, kv_lora_rank] and [tokens, 1, rope]."""
+        if self.device_only:
+            super().set_mla_kv_buffer(layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override)
+            return
+        latent = torch.cat((cache_k_nope, cache_k_rope), dim=-1)
+        self.set_kv_buffer(layer, loc_info, latent, None, layer_id_override)
 
-    def get_mla_kv_buffer(self, *args, **kwargs):
-        self._refuse("get_mla_kv_buffer")
+    def begin_prefix(self, forward_batch) -> None:
+        """An extend attends its prefixes in the chunks that `forward_batch` now names."""
+        self._chunked = forward_batch
+
+    def get_mla_kv_buffer(self, layer, loc, dst_dtype=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the prefix chunk that is attended next, as ([tokens, 1, kv_lora_rank], [tokens, 1, rope]).
+
+        Of SGLang's `loc` only the length counts: the forward's plan says where the rows are.
+        """
+        if self.device_only:
+            return super().get_mla_kv_buffer(layer, loc, dst_dtype)
+        chunk = self._chunked.prefix_chunk_idx
+        if chunk == 0:
+            self._prefix_rows = self.executor.read_prefix(layer.layer_id - self.start_layer)
+        rows = self._chunk_of(self._prefix_rows, chunk)
+        if len(rows) != len(loc):
+            raise RuntimeError(
+                f"layer {layer.layer_id}: a prefix chunk of {len(loc)} tokens, {len(rows)} planned"
+            )
+        if chunk == self._chunked.num_prefix_chunks - 1:
+            self._prefix_rows = None
+        rows = rows.to(dst_dtype or self.dtype).unsqueeze(1)
+        return rows[..., : self.kv_lora_rank].contiguous(), rows[..., self.kv_lora_rank :].contiguous()
+
+    def _chunk_of(self, rows: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Of all prefixes' rows, request after request, those of one chunk."""
+        if self._chunked.num_prefix_chunks == 1:
+            return rows
+        starts, sizes = (
+            each[chunk].tolist()
+            for each in (self._chunked.prefix_chunk_starts_cpu, self._chunked.prefix_chunk_seq_lens_cpu)
+        )
+        assert self.plan is not None
+        prefixes = rows.split([span.prefix for span in self.plan.spans])
+        return torch.cat(
+            [own[start : start + size] for own, start, size in zip(prefixes, starts, sizes, strict=True)]
+        )
 
     def get_kv_size_bytes(self) -> int:
         return self.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ DEFAULT_CHUNK_TOKENS = 8192
 DEFAULT_CHUNK_TOKENS_CPU = 2048
 DEFAULT_MAX_RUNNING = 32
 _CPU_MEM_FRACTION = 0.5
+# Latent widths that FlashInfer's kernels take.
+_LORA_RANK_MULTIPLE_CUDA, _ROPE_DIM_MULTIPLE_CUDA = 128, 64
 
 # field -> values that keep the feature off. Each of these either bypasses the pool or needs what is not built yet.
 _MUST_BE_OFF: dict[str, tuple[Any, ...]] = {
@@ -109,7 +112,7 @@ def check_resolved(args: Any) -> None:
         )
     check_settings(settings)
     model_config = model_config_of(args)
-    _check_model(model_config, on_cpu=cpu_host.is_cpu_host())
+    _check_model(settings, model_config, on_cpu=cpu_host.is_cpu_host())
     check_budgets(settings, model_config)
 
 
@@ -128,7 +131,7 @@ def check_settings(settings: Any) -> None:
     _check_chunk(settings)
 
 
-def _check_model(model_config: Any, *, on_cpu: bool) -> None:
+def _check_model(settings: Any, model_config: Any, *, on_cpu: bool) -> None:
     """Refuse what the configuration alone gives away; the layers themselves are checked when they exist."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
@@ -137,8 +140,6 @@ def _check_model(model_config: Any, *, on_cpu: bool) -> None:
         raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked {asked}, possible are {possible}")
 
     is_mla = model_config.attention_arch == AttentionArch.MLA
-    if is_mla and not on_cpu:
-        refuse("an MLA model on a GPU", "GQA and MHA models there, and MLA models on hosts without one")
     if mambaish_config(model_config) is not None:
         refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")
     if model_config.is_hybrid_swa:
@@ -147,8 +148,22 @@ def _check_model(model_config: Any, *, on_cpu: bool) -> None:
         refuse("a model with a DSA indexer", "models with full attention in every layer")
     if is_mla and not supports_latent(model_config.kv_lora_rank, model_config.qk_rope_head_dim):
         refuse(f"latent rows of {model_config.kv_lora_rank} + {model_config.qk_rope_head_dim}", LATENT_WIDTHS)
+    if is_mla and not on_cpu:
+        _check_mla_on_gpu(settings, model_config, refuse)
     if not is_mla and model_config.head_dim not in SUPPORTED_HEAD_DIMS:
         refuse(f"head_dim {model_config.head_dim}", ", ".join(map(str, SUPPORTED_HEAD_DIMS)))
+
+
+def _check_mla_on_gpu(settings: Any, model_config: Any, refuse: Callable[[str, str], None]) -> None:
+    rank, rope = model_config.kv_lora_rank, model_config.qk_rope_head_dim
+    if rank % _LORA_RANK_MULTIPLE_CUDA or rope % _ROPE_DIM_MULTIPLE_CUDA:
+        refuse(
+            f"latent rows of {rank} + {rope} on a GPU",
+            f"multiples of {_LORA_RANK_MULTIPLE_CUDA} + multiples of {_ROPE_DIM_MULTIPLE_CUDA} there",
+        )
+    for field in ("disable_chunked_prefix_cache", "flashinfer_mla_disable_ragged"):
+        if getattr(settings, field):
+            _refuse(field, True, "unset with an MLA model")
 
 
 def _refuse(field: str, asked: Any, possible: Any) -> None:

@@ -21,6 +21,7 @@ from sglang_inplacekv.layout import (
     DEFAULT_TILE_TOKENS,
     DEFAULT_TILE_TOKENS_CUDA,
     PLAN_BYTES_CUDA,
+    PLAN_BYTES_CUDA_MLA,
     WORKSPACE_BYTES_CUDA,
     KVShape,
     RegionSizes,
@@ -170,7 +171,8 @@ def _workspace_bytes(
     host_tokens = (config.host_memory_bytes or host_bytes_auto) // shape.token_bytes
     tiles = -(-host_tokens // (config.tile_tokens or DEFAULT_TILE_TOKENS_CUDA))
     captured = max_running_requests // 4 + _SMALL_GRAPHS
-    return WORKSPACE_BYTES_CUDA + (2 * tiles + captured) * PLAN_BYTES_CUDA
+    plan_bytes = PLAN_BYTES_CUDA if shape.value_dim is None else PLAN_BYTES_CUDA_MLA
+    return WORKSPACE_BYTES_CUDA + (2 * tiles + captured) * plan_bytes
 
 
 def _check_stand_in(asked_bytes: int, available_bytes: int) -> None:

@@ -96,6 +96,10 @@ class Executor(ABC):
     ) -> None:
         """Attend q [tokens, q_heads, head_dim] over the planned prefix and causally over k, v, into out of q's shape."""
 
+    def read_prefix(self, layer: int) -> torch.Tensor:
+        """The latent rows that an extend attends beside its own, [tokens, head_dim]. Instead of `extend`, once a layer."""
+        raise NotImplementedError(f"{type(self).__name__} attends latent rows as they are")
+
     def end_forward(self) -> None:
         """After the last layer: start the flushes of the windows that this forward filled."""
         for page in self._plan.flush_pages:

@@ -23,15 +23,20 @@ from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
 from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferTimings
 from sglang_inplacekv.executors.dma import to_gpu
+from sglang_inplacekv.executors.flashinfer_mla import LatentAttention
 from sglang_inplacekv.executors.flashinfer_paged import (
+    KV,
+    Captured,
     ChunkAttention,
     Geometry,
     PagedAttention,
+    PagedCall,
     PagedLists,
     make_workspace,
 )
 from sglang_inplacekv.executors.hand_over import HandOver
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
+from sglang_inplacekv.executors.prefix_gather import PrefixGather
 from sglang_inplacekv.executors.tile_stream import Tile
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.page_table import compute_table
@@ -56,7 +61,8 @@ class _Forward:
     replayed: bool
     planned: bool = False
     padded: bool = False
-    tiles: list[PagedAttention] = field(default_factory=list)
+    gather: PrefixGather | None = None
+    tiles: list[PagedCall] = field(default_factory=list)
 
 
 class CudaExecutor(Executor):
@@ -70,11 +76,11 @@ class CudaExecutor(Executor):
         self._bounce = [torch.zeros(tile, dtype=shape.dtype, pin_memory=True) for _ in range(2)]
         self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
         self._workspace = make_workspace()
-        self._device, self._in_place = (PagedAttention(self._workspace, "NHD") for _ in range(2))
+        self._device, self._in_place = (self._paged_call("NHD") for _ in range(2))
         self._chunk = ChunkAttention(self._workspace)
-        self._tile_attention: dict[str, list[PagedAttention]] = {"NHD": [], "HND": []}
+        self._tile_attention: dict[str, list[PagedCall]] = {"NHD": [], "HND": []}
         # By number of rows: what captured decodes attend D with, and the geometry they were captured for.
-        self._captured: dict[int, PagedAttention] = {}
+        self._captured: dict[int, PagedCall] = {}
         self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
@@ -84,6 +90,12 @@ class CudaExecutor(Executor):
         self._ended: deque[_Forward] = deque()  # their clocks are still to be read
         self._transfers = _no_transfers()
         self.reserve_rows(0)
+
+    def _paged_call(self, layout: str, captured: Captured | None = None) -> PagedCall:
+        rank = self.regions.shape.value_dim
+        if rank is None:
+            return PagedAttention(self._workspace, layout, captured)
+        return LatentAttention(self._workspace, rank, captured)
 
     def reserve_rows(self, rows: int) -> None:
         # Windows outnumber running requests, so these addresses are good for every decode there will be.
@@ -182,7 +194,9 @@ class CudaExecutor(Executor):
             arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
         # Queued before the host waits for q, so that the GPU attends while the CPU does.
         if forward.in_place:
-            self._in_place.run(q, self.regions.arena.zero_copy_layer(layer), hand.transferred(rows))
+            self._in_place.run(
+                q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
+            )
         elif forward.tiles:
             self._attend_tiles(layer, q, hand.transferred(rows))
         if arguments is not None:
@@ -215,10 +229,13 @@ class CudaExecutor(Executor):
 
     def _hand_over(self, q: torch.Tensor) -> HandOver:
         if self._hand is None:
-            self._hand = HandOver(len(self._decode_slots), q.shape[1], q.shape[2], q.dtype)
+            shape = self.regions.shape
+            self._hand = HandOver(
+                len(self._decode_slots), q.shape[1], (shape.head_dim, shape.out_dim), q.dtype
+            )
         return self._hand
 
-    def _captured_attention(self, q: torch.Tensor, scale: float) -> PagedAttention:
+    def _captured_attention(self, q: torch.Tensor, scale: float) -> PagedCall:
         """Attention over D for decodes of this many rows. Planned in the warm-up, for one token each, before the capture."""
         rows, sizes = len(q), self.regions.sizes
         if rows not in self._captured:
@@ -226,7 +243,7 @@ class CudaExecutor(Executor):
             if self._captured_pages is None:
                 most = len(self._decode_slots) * sizes.device_tensor_pages
                 self._captured_pages = torch.zeros(most, dtype=torch.int32, device="cuda")
-            attention = PagedAttention(self._workspace, "NHD", captured=(rows, self._captured_pages))
+            attention = self._paged_call("NHD", (rows, self._captured_pages))
             ones = np.ones(rows, dtype=np.int32)
             attention.plan(self._geometry, PagedLists(ones, ones, np.zeros(rows, dtype=np.int32), ones))
             self._captured[rows] = attention
@@ -266,6 +283,21 @@ class CudaExecutor(Executor):
             self._forward.stream.read()
         merge(out, parts)
 
+    def read_prefix(self, layer: int) -> torch.Tensor:
+        """The latent rows of all planned prefixes, [tokens, lora_rank + rope], request after request, in any order within one.
+
+        Once a layer: the tiles of a layer cross once.
+        """
+        forward, shape = self._forward, self.regions.shape
+        if forward.gather is None:
+            forward.gather = PrefixGather(forward.plan, forward.stream.tiles, shape.page_size, to_gpu)
+        rows = torch.empty(forward.gather.tokens, shape.head_dim, dtype=shape.dtype, device="cuda")
+        forward.gather.from_device(rows, self.regions.device_kv[layer, 0, :, 0])
+        for index in range(len(forward.stream.tiles)):
+            forward.gather.from_tile(rows, index, self._next_tile(layer, index))
+            forward.stream.read()
+        return rows
+
     def _plan_once(self, q: torch.Tensor, scale: float) -> None:
         forward = self._forward
         if forward.planned:
@@ -301,10 +333,10 @@ class CudaExecutor(Executor):
             q.shape[1], shape.kv_heads, shape.head_dim, shape.page_size, q.dtype, shape.dtype, scale
         )
 
-    def _attention_for(self, layout: str, index: int) -> PagedAttention:
+    def _attention_for(self, layout: str, index: int) -> PagedCall:
         pool = self._tile_attention[layout]
         if index == len(pool):
-            pool.append(PagedAttention(self._workspace, layout))
+            pool.append(self._paged_call(layout))
         return pool[index]
 
     def _device_lists(self, forward: _Forward) -> PagedLists:
@@ -333,16 +365,26 @@ class CudaExecutor(Executor):
         full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
         return PagedLists(forward.row_counts, counts, pages, full)
 
-    def _device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        paged = (-1, self.regions.sizes.page_size, self.regions.shape.kv_heads, self.regions.shape.head_dim)
-        return self.regions.device_k[layer].view(paged), self.regions.device_v[layer].view(paged)
+    def _device_pages(self, layer: int) -> KV:
+        shape = self.regions.shape
+        paged = self.regions.device_kv[layer].view(
+            shape.parts, -1, shape.page_size, shape.kv_heads, shape.head_dim
+        )
+        return self._as_paged((paged[0], paged[-1]))
+
+    def _as_paged(self, kv: tuple[torch.Tensor, torch.Tensor]) -> KV:
+        """K and V [pages, G, kv_heads, head_dim] as this model's PagedCall takes them: a latent row is its K."""
+        return kv if self.regions.shape.value_dim is None else kv[0][:, :, 0]
 
     def _next_tile(self, layer: int, index: int) -> torch.Tensor:
         """Tile `index` of this layer as FlashInfer takes it, valid for what the current stream does from now on."""
         shape, size = self.regions.shape, self.regions.sizes.page_size
         computed = self._forward.stream.tiles[index].role == ROLE_COMPUTE
+        buffer = self._forward.stream.ready(layer)
+        if shape.value_dim is not None:
+            return buffer.view(-1, size, shape.head_dim)
         inner = (shape.kv_heads, size) if computed else (size, shape.kv_heads)
-        return self._forward.stream.ready(layer).view(-1, shape.parts, *inner, shape.head_dim)
+        return buffer.view(-1, shape.parts, *inner, shape.head_dim)
 
     def _submit_flush(self, page: int) -> Ticket:
         return self._flusher.submit(page)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +19,10 @@ from sglang_inplacekv.layout import PLAN_BYTES_CUDA, WORKSPACE_BYTES_CUDA
 _PAGED_KERNEL = "fa2"
 # What SGLang's own FlashInfer backend asks for the chunk: fa3 where there is one.
 _CHUNK_KERNEL = "auto"
+
+KV: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# Rows of a captured call, and the int32 tensor on the GPU that takes its page lists.
+Captured: TypeAlias = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,32 +51,15 @@ class PagedLists:
         return tuple(part.tobytes() for part in parts)
 
 
-class PagedAttention:
+class PagedCall(ABC):
     """One planned call: some requests' queries over their pages in one buffer, no causal mask.
 
-    Requests without pages are left out, since an empty KV list has no defined result in the kernel. With `captured` (rows,
-    [n] int32 on the GPU) the call is for exactly so many requests of one row each, and a CUDA graph may capture it; the tensor
-    takes the page lists, and calls that are never planned for the same forward may share it.
+    Requests without pages are left out, since an empty KV list has no defined result in the kernels.
     """
 
-    def __init__(
-        self, workspace: torch.Tensor, layout: str, captured: tuple[int, torch.Tensor] | None = None
-    ) -> None:
-        self._is_captured, fixed = captured is not None, {}
-        if captured is not None:
-            rows, fixed["paged_kv_indices_buf"] = captured
-            sizes = {
-                "qo_indptr_buf": rows + 1,
-                "paged_kv_indptr_buf": rows + 1,
-                "paged_kv_last_page_len_buf": rows,
-            }
-            fixed |= {name: torch.zeros(n, dtype=torch.int32, device="cuda") for name, n in sizes.items()}
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            workspace, layout, use_cuda_graph=self._is_captured, backend=_PAGED_KERNEL, **fixed
-        )
-        # The wrapper's own are four times as large, on both sides, and there is one for every tile of a layer.
-        plan_bytes = torch.empty(PLAN_BYTES_CUDA, dtype=torch.uint8, device="cuda")
-        self._wrapper.reset_workspace_buffer(workspace, plan_bytes)
+    def __init__(self, *, is_captured: bool, out_dim: int | None = None) -> None:
+        """out_dim: width of the output where it is not q's."""
+        self._out_dim, self._is_captured = out_dim, is_captured
         self._rows: torch.Tensor | None = None  # int64 on the GPU, whose query rows take part; None: all
         self._planned: tuple | None = None
         self.empty = True
@@ -89,11 +78,65 @@ class PagedAttention:
         if not taking.all():
             rows = np.flatnonzero(np.repeat(taking, lists.row_counts))
             self._rows = to_gpu(rows)
+        counts, last = lists.page_counts[taking], lists.last_page_tokens[taking]
+        self._plan(geometry, PagedLists(lists.row_counts[taking], counts, lists.pages, last))
+        self._planned = key
+
+    def run(self, q: torch.Tensor, kv: KV, into: State | None = None) -> State:
+        """Attend all rows of q; returns (out, lse), which are `into` if given. Rows that do not take part have lse -inf."""
+        *heads, width = q.shape
+        out, lse = into or (
+            q.new_zeros(*heads, self._out_dim or width),
+            q.new_empty(heads, dtype=torch.float32),
+        )
+        if self._rows is None:
+            self._attend(q, kv, out, lse)
+            return out, lse
+        own_out, own_lse = self._attend(q[self._rows], kv, None, None)
+        out.index_copy_(0, self._rows, own_out)
+        lse.fill_(-torch.inf).index_copy_(0, self._rows, own_lse)
+        return out, lse
+
+    @abstractmethod
+    def _plan(self, geometry: Geometry, lists: PagedLists) -> None:
+        """Every request of `lists` has pages."""
+
+    @abstractmethod
+    def _attend(self, q: torch.Tensor, kv: KV, out: torch.Tensor | None, lse: torch.Tensor | None) -> State:
+        """Run as planned, into out and lse if given. LSE base 2."""
+
+
+class PagedAttention(PagedCall):
+    """Over K and V [pages, page_size, kv_heads, head_dim] (NHD) or [pages, kv_heads, page_size, head_dim] (HND).
+
+    With `captured` (rows, [n] int32 on the GPU) the call is for exactly so many requests of one row each, and a CUDA graph may
+    capture it; the tensor takes the page lists, and calls that are never planned for the same forward may share it.
+    """
+
+    def __init__(self, workspace: torch.Tensor, layout: str, captured: Captured | None = None) -> None:
+        super().__init__(is_captured=captured is not None)
+        fixed = {}
+        if captured is not None:
+            rows, fixed["paged_kv_indices_buf"] = captured
+            sizes = {
+                "qo_indptr_buf": rows + 1,
+                "paged_kv_indptr_buf": rows + 1,
+                "paged_kv_last_page_len_buf": rows,
+            }
+            fixed |= fixed_buffers(sizes)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            workspace, layout, use_cuda_graph=self._is_captured, backend=_PAGED_KERNEL, **fixed
+        )
+        # The wrapper's own are four times as large, on both sides, and there is one for every tile of a layer.
+        plan_bytes = torch.empty(PLAN_BYTES_CUDA, dtype=torch.uint8, device="cuda")
+        self._wrapper.reset_workspace_buffer(workspace, plan_bytes)
+
+    def _plan(self, geometry: Geometry, lists: PagedLists) -> None:
         self._wrapper.plan(
-            _indptr(lists.row_counts[taking]),
-            _indptr(lists.page_counts[taking]),
+            indptr(lists.row_counts),
+            indptr(lists.page_counts),
             to_gpu(lists.pages),
-            torch.from_numpy(lists.last_page_tokens[taking]),
+            torch.from_numpy(lists.last_page_tokens),
             geometry.q_heads,
             geometry.kv_heads,
             geometry.head_dim,
@@ -103,23 +146,9 @@ class PagedAttention:
             q_data_type=geometry.q_dtype,
             kv_data_type=geometry.kv_dtype,
         )
-        self._planned = key
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        into: State | None = None,
-    ) -> State:
-        """Attend all rows of q; returns (out, lse), which are `into` if given. Rows that do not take part have lse -inf."""
-        out, lse = into or (q.new_zeros(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
-        if self._rows is None:
-            self._wrapper.run(q, kv, out=out, lse=lse, return_lse=True)
-            return out, lse
-        own_out, own_lse = self._wrapper.run(q[self._rows], kv, return_lse=True)
-        out.index_copy_(0, self._rows, own_out)
-        lse.fill_(-torch.inf).index_copy_(0, self._rows, own_lse)
-        return out, lse
+    def _attend(self, q: torch.Tensor, kv: KV, out: torch.Tensor | None, lse: torch.Tensor | None) -> State:
+        return self._wrapper.run(q, kv, out=out, lse=lse, return_lse=True)
 
 
 class ChunkAttention:
@@ -129,7 +158,7 @@ class ChunkAttention:
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=_CHUNK_KERNEL)
 
     def plan(self, geometry: Geometry, lengths: Sequence[int]) -> None:
-        first = _indptr(np.array(lengths, dtype=np.int32))
+        first = indptr(np.array(lengths, dtype=np.int32))
         self._wrapper.plan(
             first,
             first,
@@ -150,5 +179,11 @@ def make_workspace() -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES_CUDA, dtype=torch.uint8, device="cuda")
 
 
-def _indptr(counts: np.ndarray) -> torch.Tensor:
+def indptr(counts: np.ndarray) -> torch.Tensor:
+    """[n] -> [n + 1] int32 on the CPU."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
+
+
+def fixed_buffers(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """int32 tensors on the GPU, at addresses that a graph may hold."""
+    return {name: torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}

@@ -8,20 +8,21 @@ from sglang_inplacekv.executors.merge_kernel import State
 
 
 class HandOver:
-    """Buffers for decodes of up to `rows` rows, one layer at a time.
+    """Buffers for decodes of up to `rows` rows, one layer at a time. widths: of q, and of attention's output.
 
-    transferred ([rows, heads, head_dim] in q's dtype, [rows, heads] fp32) is the state over P. computed, both fp32, is the
+    transferred ([rows, heads, out_dim] in q's dtype, [rows, heads] fp32) is the state over P. computed, both fp32, is the
     CPU's, which is filled in pinned memory and copied over. One set is enough: the host writes to pinned memory only after a
     layer's q has arrived, which the GPU sent after it had taken the state of the layer before, of an earlier forward too.
     """
 
-    def __init__(self, rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.rows, self._shape = rows, (heads, head_dim)
+    def __init__(self, rows: int, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+        head_dim, out_dim = widths
+        self.rows, self._shape = rows, (heads, out_dim)
         self._q = torch.empty(rows, heads, head_dim, dtype=dtype, pin_memory=True)
         # out and lse of the rows in use stand side by side, so that one copy carries both.
-        self._host = torch.zeros(rows * heads * (head_dim + 1), pin_memory=True)
+        self._host = torch.zeros(rows * heads * (out_dim + 1), pin_memory=True)
         self._device = torch.zeros_like(self._host, device="cuda")
-        self._out = torch.zeros(rows, heads, head_dim, dtype=dtype, device="cuda")
+        self._out = torch.zeros(rows, heads, out_dim, dtype=dtype, device="cuda")
         self._lse = torch.zeros(rows, heads, device="cuda")
         self._sent = torch.cuda.Event()
 
@@ -66,12 +67,12 @@ class HandOver:
 
     def receive(self, rows: int) -> None:
         """Queue the copy of `to_compute` to `computed`."""
-        heads, head_dim = self._shape
-        used = rows * heads * (head_dim + 1)
+        heads, out_dim = self._shape
+        used = rows * heads * (out_dim + 1)
         self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def _split(self, buffer: torch.Tensor, rows: int) -> State:
-        heads, head_dim = self._shape
-        values = rows * heads * head_dim
+        heads, out_dim = self._shape
+        values = rows * heads * out_dim
         out, lse = buffer[:values], buffer[values : values + rows * heads]
-        return out.view(rows, heads, head_dim), lse.view(rows, heads)
+        return out.view(rows, heads, out_dim), lse.view(rows, heads)

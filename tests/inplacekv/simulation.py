@@ -69,10 +69,11 @@ class Simulation:
         dtype, head_dim = (torch.float32, 64) if device == "cpu" else (torch.bfloat16, 128)
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.shape = KVShape(layers, 2, head_dim, dtype, page_size)
+        self.shape, self.q_heads = KVShape(layers, 2, head_dim, dtype, page_size), 6
         if latent:
-            self.shape = KVShape(layers, 1, 96, dtype, page_size, value_dim=64)
-        self.q_heads = 6
+            # On a GPU the widths of DeepSeek's models, which the kernels are made for.
+            rank, rope, self.q_heads = (64, 32, 6) if device == "cpu" else (512, 64, 16)
+            self.shape = KVShape(layers, 1, rank + rope, dtype, page_size, value_dim=rank)
         sizes = RegionSizes(
             device_pages, window_count(max_running), host_pages, chunk_pages, tile_pages, page_size
         )
@@ -89,7 +90,7 @@ class Simulation:
         self.planner = Planner(self.regions.homes, self.regions.windows, config.wait_timeout_s)
         self.running: list[SimRequest] = []
         self.cache: list[CachedPrefix] = []
-        self.max_running, self.scale = max_running, 0.125
+        self.max_running, self.scale = max_running, self.shape.head_dim**-0.5
         self.free_rows = list(range(1, max_running + 1))
         self.arrivals = 0
         self.worst = 0.0
@@ -163,6 +164,9 @@ class Simulation:
         out = torch.empty(*q.shape[:2], self.shape.out_dim, dtype=q.dtype, device=self.device)
         if is_decode:
             self.executor.decode(layer, on_device[0], self.scale, out)
+        elif self.shape.value_dim is not None and self.device != "cpu":
+            self._check_prefixes(layer, [request for request, _ in work])
+            return
         else:
             self.executor.extend(layer, *on_device, self.scale, out)
         out = out.cpu()
@@ -177,6 +181,20 @@ class Simulation:
                 f"{request.name} layer {layer} tokens {request.length}+{tokens}: error {error}"
             )
             first += tokens
+
+    def _check_prefixes(self, layer: int, requests: list[SimRequest]) -> None:
+        """On a GPU SGLang expands latent rows and attends them itself: what it gets must be every row, in some order."""
+        lengths = [request.length for request in requests]
+        if not any(lengths):
+            return
+        for request, found in zip(
+            requests, self.executor.read_prefix(layer).cpu().split(lengths), strict=True
+        ):
+            wanted = request.k[layer, : request.length, 0]
+            found, wanted = (rows[rows.double().sum(-1).argsort()] for rows in (found, wanted))
+            assert torch.equal(found, wanted), (
+                f"{request.name} layer {layer}: prefix of {request.length} tokens"
+            )
 
     def finish(self, request: SimRequest, keep: bool) -> None:
         """Leave; with `keep` the full pages stay cached for later arrivals."""

@@ -163,11 +163,23 @@ def test_latent_width(tmp_path: Path, fields: dict[str, int], asked: str) -> Non
     assert refusal(deepseek(tmp_path, **fields)) == expected
 
 
-def test_mla_on_a_gpu(tmp_path: Path) -> None:
+def check_on_gpu(model: Path, **settings) -> None:
+    args = resolve(model, **settings)
+    server_defaults._check_model(resolving_view(args), model_config_of(args), on_cpu=False)
+
+
+def test_latent_width_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="^--attention-backend inplacekv: asked an MLA model on a GPU, possible"
+        ConfigError, match=r"latent rows of 32 \+ 16 on a GPU, possible are multiples of 128 \+"
     ):
-        server_defaults._check_model(model_config_of(resolve(deepseek(tmp_path))), on_cpu=False)
+        check_on_gpu(deepseek(tmp_path))
+
+
+def test_mla_on_a_gpu_needs_the_chunked_prefix(tmp_path: Path) -> None:
+    model = deepseek(tmp_path, kv_lora_rank=128, qk_rope_head_dim=64)
+    check_on_gpu(model)
+    with pytest.raises(ConfigError, match="--disable-chunked-prefix-cache: asked True, possible .* is unset"):
+        check_on_gpu(model, disable_chunked_prefix_cache=True)
 
 
 def test_hybrid_sliding_window(tmp_path: Path) -> None:

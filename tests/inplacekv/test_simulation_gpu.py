@@ -29,6 +29,21 @@ def test_random_traffic_is_exact(share: float, device_pages: int, seed: int) -> 
     run(share=share, device_pages=device_pages, host_pages=40, seed=1000 * device_pages + seed)
 
 
+@pytest.mark.parametrize("transfer", ["dma", "zero-copy"])
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7])
+def test_latent_rows_are_exact_too(share: float, device_pages: int, transfer: str) -> None:
+    """MLA: one row a token, whose beginning is the value."""
+    run(
+        share=share,
+        device_pages=device_pages,
+        host_pages=40,
+        seed=device_pages,
+        transfer=transfer,
+        latent=True,
+    )
+
+
 @pytest.mark.parametrize("share", [0.0, 0.37])
 def test_reading_transfer_pages_in_place_is_exact(share: float) -> None:
     run(share=share, device_pages=7, host_pages=40, seed=5, transfer="zero-copy")
