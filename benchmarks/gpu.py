@@ -7,6 +7,7 @@ does not touch the others. Results: DIR/parts as they come, DIR/<benchmark>.json
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -33,11 +34,7 @@ def main() -> None:
         began_s = time.monotonic()
         error = run_server(setting, benchmarks, arguments, budget)
         if error:
-            # Beside the parts that it may have left.
-            path = arguments.out / "parts" / f"{benchmarks[0]}.{setting.name}.ended.json"
-            part = Part(path, benchmarks[0], setting.name, setting.side, budget)
-            part.problems.append({"what": ", ".join(benchmarks), "error": error, "traceback": ""})
-            part.save()
+            note_end(setting, benchmarks, arguments.out / "parts", error, budget)
         print(f"{setting.name}: {time.monotonic() - began_s:.0f} s, {error or 'done'}", flush=True)
     text = report([arguments.out])
     (arguments.out / "tables.md").write_text(text, encoding="utf-8")
@@ -50,6 +47,9 @@ def run_server(
     """Run a worker to its end, or to the budget's, and return what went wrong."""
     if budget.left_s < setting.needs_s:
         return f"skipped: {budget.left_s:.0f} s of the budget left, {setting.needs_s:.0f} s needed"
+    for name in benchmarks:  # of an earlier run into the same folder
+        for suffix in (".json", ".ended.json"):
+            (arguments.out / "parts" / f"{name}.{setting.name}{suffix}").unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.worker", "--server", setting.name]
     command += ["--benchmarks", ",".join(benchmarks), "--out", str(arguments.out.absolute())]
     command += ["--budget-s", f"{budget.left_s:.0f}"]
@@ -62,10 +62,27 @@ def run_server(
         try:
             code = process.wait(max(1.0, budget.left_s))
         except subprocess.TimeoutExpired:
-            return f"stopped at the end of the budget: {_tail(log)}"
+            return f"stopped at the end of the budget\n{_tail(log)}"
         finally:
             _end(process)
-    return None if code == 0 else f"ended with {code}: {_tail(log)}"
+    if code == 0:
+        return None
+    tail = _tail(log)
+    last_line = tail.rpartition("\n")[2]
+    return f"ended with {code}: {last_line}\n{tail}"
+
+
+def note_end(
+    setting: ServerSetting, benchmarks: Sequence[str], parts: Path, error: str, budget: Budget
+) -> None:
+    """Record a worker's end beside the parts of the benchmarks that it did not finish."""
+    for name in benchmarks:
+        left = parts / f"{name}.{setting.name}.json"
+        if left.is_file() and json.loads(left.read_text(encoding="utf-8"))["finished"]:
+            continue
+        part = Part(left.with_suffix(".ended.json"), name, setting.name, setting.side, budget)
+        part.problems.append({"what": "server", "error": error, "traceback": ""})
+        part.save()
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -78,7 +95,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+    return log.read_text(encoding="utf-8", errors="replace").strip()[-_LOG_CHARACTERS:]
 
 
 def parse() -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """Put parts together, of one run or of several, and print the tables: `python -m benchmarks.report DIR [DIR ...]`.
 
-Each benchmark's parts become DIR/<benchmark>.json in the first folder.
+Each benchmark's parts become DIR/<benchmark>.json in the first folder. What was measured again counts from the
+last folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from .bounds import Bounds
 from .results import read_parts, rows_of, write_json
 from .servers import BENCHMARKS, OURS, STOCK
 from .tables import markdown, ratio
+from .trace import COPY, CPU
+
+_PROBLEM_CHARACTERS = 200
 
 
 def transfer(parts: dict[str, list[dict]]) -> str:
@@ -52,9 +56,9 @@ def prefill(parts: dict[str, list[dict]]) -> str:
 
 def _against_bound(name: str) -> Callable[[dict[str, list[dict]]], str]:
     def table(parts: dict[str, list[dict]]) -> str:
-        bounds, rows = Bounds.of(parts.get("transfer", [])), rows_of(parts[name])
+        bounds, by_case = Bounds.of(parts.get("transfer", [])), _by_case(rows_of(parts[name]))
         lines = []
-        for row in sorted(rows, key=lambda row: (row["case"], row["share"])):
+        for row in (row for own in by_case.values() for row in own):
             own_ms = bounds.step_ms(row["host_bytes"], row["effective_share"])
             best_ms = bounds.best_ms(row["host_bytes"])
             gigabytes = row["host_bytes"] / 1e9
@@ -74,9 +78,39 @@ def _against_bound(name: str) -> Callable[[dict[str, list[dict]]], str]:
             "batch x context", "share", "effective", "host GB a step", "ms a step", "bound at this share, ms",
             "of it", "of the joint bound",
         )  # fmt: skip
-        return markdown(columns, lines) + f"\n\nBound: {bounds}."
+        best = [_best(case, own, bounds) for case, own in by_case.items()]
+        layers = next(iter(by_case.values()))[0]["layers"]
+        text = (
+            markdown(columns, lines),
+            markdown(_BEST_COLUMNS, best),
+            f"{layers} layers. Bound: {bounds}.",
+        )
+        return "\n\n".join(text)
 
     return table
+
+
+def _by_case(rows: list[dict]) -> dict[str, list[dict]]:
+    """Cases in the order in which they were measured, each one's rows by share."""
+    cases = dict.fromkeys(row["case"] for row in rows)
+    return {
+        case: sorted((row for row in rows if row["case"] == case), key=lambda row: row["share"])
+        for case in cases
+    }
+
+
+_BEST_COLUMNS = (
+    "batch x context", "best share", "ms a step", "gain over share 0", "gain over share 1", "joint bound, ms",
+    "of it",
+)  # fmt: skip
+
+
+def _best(case: str, rows: list[dict], bounds: Bounds) -> tuple:
+    best = min(rows, key=lambda row: row["step_ms"].median)
+    gains = {row["share"]: row["step_ms"].median / best["step_ms"].median for row in rows}
+    bound_ms = bounds.best_ms(best["host_bytes"])
+    fraction = bound_ms / best["step_ms"].median
+    return case, best["share"], best["step_ms"], gains.get(0.0), gains.get(1.0), bound_ms, fraction
 
 
 def long(parts: dict[str, list[dict]]) -> str:
@@ -123,8 +157,10 @@ def million(parts: dict[str, list[dict]]) -> str:
 
 
 def timeline(parts: dict[str, list[dict]]) -> str:
-    row = rows_of(parts["timeline"])[0]
-    return markdown(("what", "value"), [(k, v) for k, v in row.items() if k not in ("side", "server")])
+    row = rows_of(parts["timeline"])[-1]
+    shorter_us = min(row[f"{COPY}, us"], row[f"{CPU}, us"])
+    at_once = row[f"{COPY} and {CPU} at once, us"] / max(1.0, shorter_us)
+    return markdown(("what", "value"), [*row.items(), (f"{COPY} and {CPU} at once, of the shorter", at_once)])
 
 
 TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
@@ -150,16 +186,23 @@ def report(folders: Sequence[Path]) -> str:
         write_json(folders[0] / f"{name}.json", {"environment": environments, "parts": parts[name]})
         text.append(f"## {name}\n")
         try:
-            text.append(TABLES[name](parts))
-        except (KeyError, IndexError, StopIteration) as error:
+            measured = any(part["rows"] for part in parts[name])
+            text.append(TABLES[name](parts) if measured else "nothing measured")
+        except (KeyError, IndexError, StopIteration, TypeError) as error:
             text.append(f"no table: {type(error).__name__} {error}")
-        text += [f"- {p['server']}: {x['what']}: {x['error']}" for p in parts[name] for x in p["problems"]]
+        text += _problems(parts[name])
         text.append("")
     return "\n".join(text)
 
 
+def _problems(parts: list[dict]) -> list[str]:
+    """What went wrong, by its first line: the rest is in the part."""
+    told = ((p["server"], x["what"], x["error"].partition("\n")[0]) for p in parts for x in p["problems"])
+    return [f"- {server}: {what}: {error[:_PROBLEM_CHARACTERS]}" for server, what, error in told]
+
+
 def _environment(folders: Sequence[Path], server: str) -> dict | None:
-    paths = (folder / f"environment-{server}.json" for folder in folders)
+    paths = (folder / f"environment-{server}.json" for folder in reversed(folders))
     return next((json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()), None)
 
 

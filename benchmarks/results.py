@@ -13,6 +13,7 @@ from typing import Any
 from .stats import Spread, number
 
 _TRACEBACK_CHARACTERS = 1500
+_IDENTITY = ("what", "case", "share", "tokens", "homes")  # fields of a row that say what was measured
 
 
 class Budget:
@@ -37,10 +38,12 @@ class Part:
     budget: Budget
     rows: list[dict] = field(default_factory=list)
     problems: list[dict] = field(default_factory=list)
+    finished: bool = False
     began_s: float = field(default_factory=time.monotonic)
 
     def row(self, **fields: Any) -> None:
         """Add a row; spreads may be among the fields."""
+        _json(fields)  # what cannot be saved raises here, before it is among what every later save holds
         self.rows.append(fields)
         shown = "  ".join(f"{name} {_shown(value)}" for name, value in fields.items())
         print(f"{self.server}/{self.benchmark}: {shown}", flush=True)
@@ -67,7 +70,8 @@ class Part:
         self.save()
 
     def save(self) -> None:
-        fields = {name: getattr(self, name) for name in ("benchmark", "server", "side", "rows", "problems")}
+        names = ("benchmark", "server", "side", "finished", "rows", "problems")
+        fields = {name: getattr(self, name) for name in names}
         fields["wall_s"] = round(time.monotonic() - self.began_s, 1)
         write_json(self.path, fields)
 
@@ -77,25 +81,47 @@ def _shown(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write in one step; spreads become objects with their fields."""
+    """Write in one step; spreads become objects with their fields, and other objects are refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(value, indent=1, default=_plain) + "\n", encoding="utf-8")
+    scratch.write_text(_json(value) + "\n", encoding="utf-8")
     scratch.replace(path)
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, default=_plain)
+
+
 def _plain(value: Any) -> Any:
-    return value.as_json() if isinstance(value, Spread) else str(value)
+    if isinstance(value, Spread):
+        return value.as_json()
+    raise TypeError(f"{value!r} of {type(value).__name__} is no field of a result")
 
 
 def read_parts(folders: Iterable[Path]) -> dict[str, list[dict]]:
-    """All parts under `folders`, by benchmark."""
+    """All parts under `folders`, by benchmark. What a later folder has measured again counts from there."""
     found: dict[str, list[dict]] = {}
     for folder in folders:
-        for path in sorted((folder / "parts").glob("*.json")):
-            part = json.loads(path.read_text(encoding="utf-8"))
+        paths = sorted((folder / "parts").glob("*.json"))
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for part in parts:
+            for earlier in found.get(part["benchmark"], []):
+                if part["rows"] and earlier["server"] == part["server"]:
+                    _supersede(earlier, part)
+        for part in parts:
             found.setdefault(part["benchmark"], []).append(part)
     return found
+
+
+def _supersede(earlier: dict, part: dict) -> None:
+    """Drop the rows that `part` has too, and the problems, of which `part` lists what is left."""
+    again = {_measured(row) for row in part["rows"]}
+    earlier["rows"] = [row for row in earlier["rows"] if _measured(row) not in again]
+    earlier["problems"] = []
+
+
+def _measured(row: dict) -> tuple:
+    return tuple(row.get(name) for name in _IDENTITY)
 
 
 def rows_of(parts: Iterable[dict], **wanted: Any) -> list[dict]:

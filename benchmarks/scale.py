@@ -26,7 +26,7 @@ class Scale:
     windows: int
     warmup_steps: int
     prefill_tokens: tuple[int, ...]
-    prefill_repeats: int
+    prefill_repeats: dict[int, int]  # by prompt tokens
     prefill_shares: tuple[float, ...]
     sweep: tuple[Shape, ...]
     sweep_shares: tuple[float, ...]  # the most telling first, should time run out
@@ -51,10 +51,10 @@ FULL = Scale(
     windows=5,
     warmup_steps=10,
     prefill_tokens=(8192, 65536),
-    prefill_repeats=5,
+    prefill_repeats={8192: 15, 65536: 5},
     prefill_shares=(0.0, 0.5, 1.0),
     sweep=(Shape(32, 8192), Shape(16, 16384), Shape(4, 32768), Shape(1, 32768)),
-    sweep_shares=(0.6, 0.0, 1.0, 0.5, 0.7, 0.4, 0.8, 0.2),
+    sweep_shares=(0.5, 0.0, 1.0, 0.6, 0.4, 0.3, 0.7, 0.8),
     sweep_steps=20,
     sweep_warmup_steps=3,
     long_tokens=65536,
@@ -73,7 +73,7 @@ FULL = Scale(
 QUICK = replace(
     FULL,
     fits=(Shape(16, 8192), Shape(1, 8192)),
-    prefill_shares=(0.5,),
+    prefill_tokens=(8192,),
     sweep=(Shape(32, 8192), Shape(4, 32768)),
     sweep_shares=(0.6, 0.0, 1.0),
     million=Shape(8, 32000),
@@ -86,16 +86,16 @@ SMOKE = Scale(
     windows=2,
     warmup_steps=2,
     prefill_tokens=(64, 160),
-    prefill_repeats=2,
+    prefill_repeats={64: 3, 160: 2},
     prefill_shares=(0.0, 0.5),
     sweep=(Shape(2, 96), Shape(1, 160)),
     sweep_shares=(0.5, 0.0),
     sweep_steps=3,
     sweep_warmup_steps=1,
     long_tokens=320,
-    long_new_tokens=4,
+    long_new_tokens=8,
     million=Shape(3, 128),
-    million_new_tokens=4,
+    million_new_tokens=8,
     million_share=0.5,
     stream_layers=2,
     stream_tokens=1024,

@@ -43,7 +43,6 @@ class ServerSetting:
     benchmarks: tuple[str, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
-    layers: int | None = None
     needs_s: float = 100.0
 
 
@@ -52,25 +51,22 @@ def _stock(name: str, benchmarks: tuple[str, ...], **arguments: Any) -> ServerSe
     return ServerSetting(name, STOCK, benchmarks, _COMMON | own, _COMMON_ENV)
 
 
-def _ours(
-    name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int, layers: int | None = None
-) -> ServerSetting:
+def _ours(name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int) -> ServerSetting:
     env = _COMMON_ENV | {
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu,
         "SGLANG_INPLACEKV_HOST_MEMORY": f"{host_bytes}B",
         "SGLANG_INPLACEKV_CPU_SHARE": "0.5",
     }
     arguments = _COMMON | {"backend": "inplacekv", "page_size": 256}
-    return ServerSetting(name, OURS, benchmarks, arguments, env, layers)
+    return ServerSetting(name, OURS, benchmarks, arguments, env)
 
 
 SERVERS = (
     ServerSetting("no_model", NONE, ("transfer", "attention"), needs_s=30.0),
-    _ours("small_model", ("timeline",), "0tok", 12 * 10**9, layers=8),
     _stock("stock", ("fits", "prefill")),
     _ours("resident", ("fits", "prefill"), "auto", 8 * 10**9),
-    # No D homes: every page but the open ones is in host memory. Windows, tiles and staging are 1.3 GB.
-    _ours("spilled", ("prefill", "decode_sweep", "long", "million"), "0tok", HOST_MEMORY_BYTES),
+    # No D homes: every page but the open ones is in host memory. Windows and tiles are 1.2 GB.
+    _ours("spilled", ("prefill", "timeline", "decode_sweep", "long", "million"), "0tok", HOST_MEMORY_BYTES),
     _stock("stock_small", ("long", "million"), max_total_tokens=SMALL_POOL_TOKENS),
 )
 BENCHMARKS = ("transfer", "attention", "timeline", "fits", "prefill", "decode_sweep", "long", "million")

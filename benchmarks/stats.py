@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+# The last of a batch. With no other step to launch, an overlapped scheduler hands out their tokens in quick succession.
+_SLACK_STEPS = 2
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -51,12 +54,21 @@ def number(value: float) -> str:
 
 
 def step_windows(stamps_s: Sequence[float], *, warmup_steps: int, window_steps: int) -> list[float]:
-    """Mean seconds of a step in each whole window of `window_steps` after the first `warmup_steps`.
+    """Mean seconds of a step in each whole window of `window_steps` between the first steps and the last.
 
     Windows, because an overlapped scheduler hands out the tokens of neighbouring steps at uneven times.
     """
-    marks = list(stamps_s[warmup_steps::window_steps])
+    marks = list(stamps_s[warmup_steps:-_SLACK_STEPS:window_steps])
     return [(end - start) / window_steps for start, end in pairwise(marks)]
+
+
+def tokens_for(steps: int) -> int:
+    """New tokens of each request for `steps` steps in `step_windows`, warm-up among them.
+
+    Two more than that and the slack: the first token, which need not come for all at once, and the first step's
+    beginning.
+    """
+    return 2 + steps + _SLACK_STEPS
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

@@ -30,6 +30,7 @@ _CLASSES = (
     ("batchdecode", ATTENTION),
     ("persistentvariablelengthmergestates", ATTENTION),
 )
+TRACE_FILE = "timeline_trace.json"  # in the results' folder
 _ANCHOR = "inplacekv benchmark anchor"
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     write_json(arguments.out / f"environment-{setting.name}.json", environment())
     began_s = time.monotonic()
-    with opened(fitted(setting), arguments.out, arguments.layers or setting.layers, scale) as server:
+    with opened(fitted(setting), arguments.out, arguments.layers, scale) as server:
         print(f"{setting.name}: ready after {time.monotonic() - began_s:.0f} s", flush=True)
         for name in arguments.benchmarks:
             path = arguments.out / "parts" / f"{name}.{setting.name}.json"
@@ -56,6 +56,7 @@ def run_benchmark(context: Context) -> None:
     """Errors outside of a benchmark's own attempts end this benchmark only."""
     module = import_module(f"benchmarks.cases.{context.part.benchmark}")
     context.part.attempt("benchmark", lambda: module.run(context))
+    context.part.finished = True
     context.part.save()
 
 
@@ -63,7 +64,9 @@ def run_benchmark(context: Context) -> None:
 def opened(setting: ServerSetting, out: Path, layers: int | None, scale: Scale) -> Iterator[object]:
     """The setting's Server, warm; None where it has no model."""
     if setting.side == NONE:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        # As SGLang does on a GPU. The CPU team shares torch's OpenMP runtime, which lets its threads sleep sooner
+        # between two jobs, and wake later, when it has more of them than cores.
+        torch.set_num_threads(1)
         yield None
         return
     from tests.harness import Runner

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..stats import Spread, step_windows
-
-_SLACK_STEPS = 2
+from ..stats import Spread, step_windows, tokens_for
 
 
 def run(context) -> None:
@@ -20,7 +18,7 @@ def run(context) -> None:
 def _measure(context, shape, share: float) -> None:
     scale, server = context.scale, context.server
     steps = scale.sweep_warmup_steps + scale.sweep_steps
-    served = server.serve(server.batch(shape), 1 + steps + _SLACK_STEPS).check()
+    served = server.serve(server.batch(shape), tokens_for(steps)).check()
     seconds = step_windows(served.decode_stamps_s, warmup_steps=scale.sweep_warmup_steps, window_steps=1)
     last, transfers = server.log.last_decode(), server.log.transfers("decode")
     attended = last.attended_tokens

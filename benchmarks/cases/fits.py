@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..stats import Spread, step_windows
-
-_SLACK_STEPS = 2  # the first tokens of a batch need not come together
+from ..stats import Spread, step_windows, tokens_for
 
 
 def run(context) -> None:
@@ -15,7 +13,7 @@ def run(context) -> None:
 def _measure(context, shape) -> None:
     scale, server = context.scale, context.server
     steps = scale.warmup_steps + scale.windows * scale.window_steps
-    served = server.serve(server.batch(shape), 1 + steps + _SLACK_STEPS).check()
+    served = server.serve(server.batch(shape), tokens_for(steps)).check()
     windows_s = step_windows(
         served.decode_stamps_s, warmup_steps=scale.warmup_steps, window_steps=scale.window_steps
     )

@@ -24,7 +24,8 @@ def _all_lengths(context, homes: str) -> None:
 
 def _measure(context, tokens: int, homes: str) -> None:
     server = context.server
-    seconds = [_first_token_s(server, tokens) for _ in range(1 + context.scale.prefill_repeats)]
+    repeats = context.scale.prefill_repeats[tokens]
+    seconds = [_first_token_s(server, tokens) for _ in range(1 + repeats)]
     first_token_s = Spread.of(seconds[1:])
     # `serve` starts a new account: this is the last run's.
     transfers = {} if server.log is None else server.log.transfers("extend")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..results import write_json
-from ..trace import StepTrace
+from ..trace import TRACE_FILE, StepTrace
 
 _SHARE = 0.5
 _STEPS_BEFORE = 6
@@ -27,7 +27,7 @@ def _measure(context) -> None:
         "share": _SHARE,
         "layers": server.ours.regions.shape.layers,
     }
-    write_json(context.out / "timeline.json", result)
+    write_json(context.out / TRACE_FILE, result)
     context.part.row(
         case=str(shape),
         share=_SHARE,

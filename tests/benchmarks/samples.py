@@ -59,16 +59,23 @@ def write_parts(out: Path) -> None:
     failed.attempt("one long sequence", lambda: 1 / 0)
 
 
+LAYERS, LAYER_US, HEAD_US = 48, 1000.0, 9000.0  # HEAD_US: before the first layer the scheduler works alone
+
+
 def timeline() -> dict:
-    lanes = ("copy to GPU", "GPU attention", "CPU attention", "other GPU work")
+    """A traced step: per layer, from its beginning in us, when each lane is busy."""
+    busy = {
+        "copy to GPU": [(20.0 * piece, 20.0 * piece + 18) for piece in range(45)],
+        "GPU attention": [(60.0, 100.0)],
+        "CPU attention": [(50.0, 750.0)],
+        "other GPU work": [(0.0, 15.0), (20.0, 30.0), (780.0, 980.0)],
+        "copy to host": [(32.0, 36.0)],
+    }
     intervals = [
-        {
-            "lane": lane,
-            "name": "x",
-            "start_us": layer * 100.0 + 10 * row,
-            "end_us": layer * 100.0 + 10 * row + 60,
-        }
-        for layer in range(8)
-        for row, lane in enumerate(lanes)
+        {"lane": lane, "name": "x", "start_us": begin + start, "end_us": begin + end}
+        for begin in (HEAD_US + layer * LAYER_US for layer in range(LAYERS))
+        for lane, spans in busy.items()
+        for start, end in spans
     ]
-    return {"step_us": 800.0, "layers": 8, "case": "4 x 16K", "share": 0.5, "intervals": intervals}
+    step_us = HEAD_US + LAYERS * LAYER_US
+    return {"step_us": step_us, "layers": LAYERS, "case": "4 x 16K", "share": 0.5, "intervals": intervals}

@@ -10,22 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import cases, gpu, plots, report
+from benchmarks.plot_timeline import middle
 from benchmarks.prompts import Streams
 from benchmarks.results import Budget, Part, read_parts, rows_of
 from benchmarks.scale import SMOKE, Shape
 from benchmarks.server import Server
-from benchmarks.servers import BENCHMARKS, OURS, SERVERS, STOCK, ServerSetting
-from benchmarks.stats import Spread, number, step_windows
+from benchmarks.servers import BENCHMARKS, NONE, OURS, SERVERS, STOCK, ServerSetting
+from benchmarks.stats import Spread, number, step_windows, tokens_for
 from benchmarks.svg import ticks
-from benchmarks.trace import common, lane_of, total
-from benchmarks.worker import Context, run_benchmark
+from benchmarks.trace import CPU, TRACE_FILE, Interval, common, lane_of, total
+from benchmarks.worker import Context, opened, run_benchmark
 from sglang_inplacekv.models import checkpoint_path, make_tiny
 from tests.harness import Runner
+from tests.harness.lifecycle import torch_threads
 
-from .samples import timeline, write_parts
+from .samples import HEAD_US, LAYER_US, LAYERS, timeline, write_parts
 
 LONGEST_TOKENS = 512
 
@@ -64,10 +68,15 @@ def test_our_server_runs_every_case(tmp_path: Path) -> None:
         shape = next(shape for shape in SMOKE.sweep if str(shape) == row["case"])
         assert sum(row["attended_tokens"].values()) > shape.batch * shape.context
     assert len(parts["prefill"].rows) == len(SMOKE.prefill_shares) * len(SMOKE.prefill_tokens)
+    for row in parts["prefill"].rows:
+        assert row["first_token_ms"].count == SMOKE.prefill_repeats[row["tokens"]]
     assert parts["long"].rows[0]["outcome"] == "runs"
     assert parts["million"].rows[0]["first_token_max_s"] < parts["million"].rows[0]["end_to_end_s"]
     assert parts["timeline"].rows[0]["CPU attention, us"] > 0
+    traced = json.loads((tmp_path / TRACE_FILE).read_text())
+    assert sum(interval["lane"] == CPU for interval in traced["intervals"]) == traced["layers"]
     assert set(report.report([tmp_path]).split()) >= {"decode_sweep", "million"}
+    assert json.loads((tmp_path / TRACE_FILE).read_text()) == traced
 
 
 def test_stock_server_refuses_what_is_too_long(tmp_path: Path) -> None:
@@ -77,6 +86,7 @@ def test_stock_server_refuses_what_is_too_long(tmp_path: Path) -> None:
     assert [row["case"] for row in fits.rows] == [str(shape) for shape in SMOKE.fits]
     assert fits.rows[0]["step_ms"].count == SMOKE.windows
     assert "exceeds" in long.rows[0]["outcome"]
+    assert type(long.rows[0]["gpu_kv_bytes"]) is int  # a NumPy integer is none in JSON
 
 
 def test_cases_without_a_model(tmp_path: Path) -> None:
@@ -90,6 +100,11 @@ def test_cases_without_a_model(tmp_path: Path) -> None:
     assert [row["effective_share"] for row in attention.rows] == [0.5, 0.0]
 
 
+def test_without_a_model_torch_keeps_to_one_thread(tmp_path: Path) -> None:
+    with torch_threads(2), opened(ServerSetting("no_model", NONE, ()), tmp_path, None, SMOKE):
+        assert torch.get_num_threads() == 1
+
+
 def test_streams_share_beginnings_only_with_themselves() -> None:
     streams = Streams(512, 64)
     assert streams.prompt(3, 64)[:10] == streams.prompt(3, 10)
@@ -98,11 +113,21 @@ def test_streams_share_beginnings_only_with_themselves() -> None:
     assert min(streams.prompt(0, 64)) >= 5 and max(streams.prompt(0, 64)) < 512
 
 
-def test_step_windows_drop_the_warm_up_and_the_rest() -> None:
-    stamps = [0.0, 9.0, *(10.0 + step for step in range(8))]
+def test_step_windows_drop_the_warm_up_and_the_end() -> None:
+    stamps = [0.0, 9.0, *(10.0 + step for step in range(8)), 17.01, 17.02]
     assert step_windows(stamps, warmup_steps=2, window_steps=3) == [1.0, 1.0]
     with pytest.raises(ValueError, match="no repetition"):
         Spread.of(step_windows(stamps[:3], warmup_steps=2, window_steps=3))
+
+
+@pytest.mark.parametrize("first_together", [True, False])
+def test_tokens_suffice_for_the_steps(first_together: bool) -> None:
+    stamps = [float(step) for step in range(tokens_for(10) - (not first_together))]
+    assert len(step_windows(stamps, warmup_steps=4, window_steps=3)) == 2
+
+
+def test_no_step_is_timed_where_requests_are_never_together() -> None:
+    assert step_windows([], warmup_steps=2, window_steps=1) == []
 
 
 @pytest.mark.parametrize(
@@ -129,16 +154,61 @@ def test_failures_and_an_empty_budget_are_recorded(tmp_path: Path) -> None:
     assert rows_of([stored], side=STOCK)[0]["step_ms"] == Spread(2.0, 1.0, 3.0, 3)
 
 
+def test_what_json_has_no_form_for_is_refused_and_harms_no_other_row(tmp_path: Path) -> None:
+    part = Part(tmp_path / "parts" / "x.json", "fits", "stock", STOCK, Budget(60))
+    assert not part.attempt("bytes", lambda: part.row(case="1 x 8K", gpu_kv_bytes=np.int64(3)))
+    assert part.attempt("fine", lambda: part.row(case="1 x 32K", gpu_kv_bytes=3))
+    (stored,) = read_parts([tmp_path])["fits"]
+    assert [row["case"] for row in stored["rows"]] == ["1 x 32K"]
+    assert "int64" in stored["problems"][0]["error"]
+
+
 def test_a_server_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     arguments = Namespace(out=tmp_path, layers=None, quick=True)
     setting = ServerSetting("no_such_server", STOCK, ("fits",), needs_s=1.0)
-    assert "StopIteration" in gpu.run_server(setting, ["fits"], arguments, Budget(60))
+    earlier = Part(tmp_path / "parts" / "fits.no_such_server.json", "fits", setting.name, STOCK, Budget(60))
+    earlier.save()
+    error = gpu.run_server(setting, ["fits"], arguments, Budget(60))
+    assert error.splitlines()[0] == "ended with 1: StopIteration"
+    assert not earlier.path.exists()
     assert "skipped" in gpu.run_server(setting, ["fits"], arguments, Budget(0.0))
+
+
+def test_an_end_is_noted_where_something_was_not_finished(tmp_path: Path) -> None:
+    setting, budget, parts = ServerSetting("stock", STOCK, ()), Budget(60), tmp_path / "parts"
+    for name, finished in (("fits", True), ("prefill", False)):
+        part = Part(parts / f"{name}.stock.json", name, "stock", STOCK, budget, finished=finished)
+        part.save()
+    gpu.note_end(setting, ["fits", "prefill", "long"], parts, "stopped\nand its log", budget)
+    assert {path.name for path in parts.glob("*.ended.json")} == {
+        "prefill.stock.ended.json",
+        "long.stock.ended.json",
+    }
+    text = report.report([tmp_path])
+    assert text.count("- stock: server: stopped") == 2 and "and its log" not in text
+
+
+def test_what_was_measured_again_counts_from_the_last_folder(tmp_path: Path) -> None:
+    def part(folder: str, name: str) -> Part:
+        return Part(tmp_path / folder / "parts" / f"{name}.json", "prefill", "spilled", OURS, Budget(60))
+
+    first, ended, again = part("1", "prefill"), part("1", "prefill.ended"), part("2", "prefill")
+    for tokens in (8192, 65536):
+        first.row(tokens=tokens, homes="host, share 0", tokens_per_s=Spread.of([1.0]))
+    ended.attempt("server", lambda: 1 / 0)
+    again.row(tokens=8192, homes="host, share 0", tokens_per_s=Spread.of([2.0]))
+    parts = read_parts([tmp_path / "1", tmp_path / "2"])["prefill"]
+    found = {row["tokens"]: row["tokens_per_s"].median for row in rows_of(parts)}
+    assert found == {8192: 2.0, 65536: 1.0} and len(rows_of(parts)) == 2
+    assert not any(part["problems"] for part in parts)
+    assert any(part["problems"] for part in read_parts([tmp_path / "1"])["prefill"])
 
 
 def test_report_tells_ratio_bound_and_winner(tmp_path: Path) -> None:
     write_parts(tmp_path)
     text = report.report([tmp_path])
+    best = next(line for line in text.splitlines() if line.startswith("| 32 x 8K         | 0.600      |"))
+    assert best.split("|")[4:6] == [" 2.37              ", " 1.50              "]
     assert "1.02 [0.881-1.18]" in text  # fits: ours over stock
     assert "at once 52 + 84 (measured); best share 0.62" in text
     assert "ZeroDivisionError" in text and "no table" not in text
@@ -148,12 +218,19 @@ def test_report_tells_ratio_bound_and_winner(tmp_path: Path) -> None:
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     write_parts(tmp_path)
-    (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
-    drawn = plots.draw(tmp_path, tmp_path)
+    (tmp_path / TRACE_FILE).write_text(json.dumps(timeline()))
+    drawn = plots.draw([tmp_path], tmp_path)
     assert [path.name for path in drawn] == ["timeline.svg", "decode_sweep.svg"]
     for path in drawn:
         root = ElementTree.fromstring(path.read_text())
         assert root.tag.endswith("svg") and len(root) > 20
+
+
+def test_the_timeline_shows_whole_layers_from_the_middle() -> None:
+    intervals = [Interval(**fields) for fields in timeline()["intervals"]]
+    start_us, end_us = middle(intervals)
+    assert end_us - start_us == 4 * LAYER_US
+    assert start_us == HEAD_US + LAYERS / 2 * LAYER_US - 2 * LAYER_US + 50  # where CPU attention begins
 
 
 def test_trace_helpers() -> None:
