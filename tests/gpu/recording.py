@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.gpu.workload import Request, Workload
-from tests.harness import Handle, Runner
+
+if TYPE_CHECKING:
+    from tests.harness import Handle, Runner
 
 HEAD_FILE = "head.pt"
 Slice = tuple[int, int, int]  # request, tokens read before this forward, tokens read after it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,23 +13,25 @@ import torch
 from sglang_inplacekv.models import checkpoint_path, make_tiny
 from tests.gpu.configurations import (
     FAULT_NAMES,
-    FAULT_SHARE,
     FAULTS,
     OURS,
-    SHARE_NAMES,
+    PLANTED,
+    RIGHT_NAMES,
+    Fault,
     Profile,
-    misread_page,
-    recordings,
+    share_name,
 )
 from tests.gpu.divergence import Divergence, position_kl
-from tests.gpu.kl import Report
-from tests.gpu.recording import Recording, record
+from tests.gpu.kl import P99_POSITIONS, Report
+from tests.gpu.recording import Recording
+from tests.gpu.servers import at_share, misread_page, ours, record_here
 from tests.gpu.workload import WorkloadSize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on hosts without a GPU")
 
 PAGE, STEPS = 16, 12
 SIZE = WorkloadSize(requests=8, shortest=40, longest=230, steps=STEPS, prefill_positions=20, granule=PAGE)
+CONTROL = WorkloadSize(requests=6, shortest=2 * PAGE, longest=3 * PAGE - 1, steps=STEPS, prefill_positions=8)
 ROUNDING = 1e-9  # ten thousand times less than a fault, a hundred times more than measured
 
 
@@ -41,24 +44,22 @@ def profile() -> Profile:
         page_size=PAGE,
         chunk_tokens=4 * PAGE,
         device_tokens=2 * PAGE,
-        faulty_requests=1.0,
+        control_size=CONTROL,
+        control_page_size=PAGE,
         dummy_std=None,
         env={"SGLANG_INPLACEKV_TILE_TOKENS": str(3 * PAGE), "SGLANG_INPLACEKV_POISON": "1"},
     )
 
 
 @pytest.fixture(scope="module")
-def recorded(profile: Profile) -> dict[str, Recording]:
-    return {
-        name: recording
-        for config in ("torch_native", OURS)
-        for name, recording in recordings(profile, config)
-    }
+def recorded(profile: Profile) -> dict[str, dict[str, Recording]]:
+    parts = profile.parts((OURS, FAULTS))
+    return record_here(parts, ("torch_native", *parts))
 
 
 @pytest.fixture(scope="module")
-def report(recorded: dict[str, Recording]) -> Report:
-    return Report.of(recorded, "torch_native", None)
+def reports(recorded: dict[str, dict[str, Recording]]) -> dict[str, Report]:
+    return {part: Report.of(own, "torch_native", None) for part, own in recorded.items()}
 
 
 def test_workload(profile: Profile) -> None:
@@ -74,58 +75,88 @@ def test_workload(profile: Profile) -> None:
         assert request.positions[-STEPS:] == tuple(range(request.prompt_tokens, len(request.tokens) - 1))
 
 
-def test_all_positions_of_all_configurations(profile: Profile, recorded: dict[str, Recording]) -> None:
-    assert list(recorded) == ["torch_native", *SHARE_NAMES, *FAULT_NAMES]
-    workload, reference = profile.workload(), recorded["torch_native"]
-    places = sorted((r.index, position) for r in workload.requests for position in r.positions)
-    assert reference.places.tolist() == [list(place) for place in places]
-    assert int(reference.is_decode.sum()) == STEPS * SIZE.requests
-    assert reference.cached_tokens > 0, "no prefix was shared"
-    assert any(len(batch) == 1 and batch[0][1] for batch in reference.forwards), "no prompt was chunked"
-    assert max(map(len, reference.forwards)) == SIZE.requests, "never were all requests decoded at once"
+def test_parts(profile: Profile) -> None:
+    """The fault's workload alone is recorded if nothing else is asked for."""
+    assert list(profile.parts(("flashinfer", "triton", FAULTS))) == [FAULTS]
+    assert profile.parts((OURS,)) == {OURS: profile}
+    assert not profile.parts(("flashinfer",))
 
 
-def test_shares_were_run(recorded: dict[str, Recording]) -> None:
-    for name, share in zip(SHARE_NAMES, (0, 0.4, 1)):
-        reads = recorded[name].decode_reads
+def test_all_positions_of_all_configurations(
+    profile: Profile, recorded: dict[str, dict[str, Recording]]
+) -> None:
+    for part, own in profile.parts((OURS, FAULTS)).items():
+        assert list(recorded[part]) == ["torch_native", *own.names()]
+        reference = recorded[part]["torch_native"]
+        places = sorted((r.index, position) for r in own.workload().requests for position in r.positions)
+        assert reference.places.tolist() == [list(place) for place in places]
+        assert int(reference.is_decode.sum()) == STEPS * own.size.requests
+        assert max(map(len, reference.forwards)) == own.size.requests, (
+            "never were all requests decoded at once"
+        )
+    forwards = recorded[OURS]["torch_native"].forwards
+    assert any(len(batch) == 1 and batch[0][1] for batch in forwards), "no prompt was chunked"
+    assert recorded[OURS]["torch_native"].cached_tokens > 0, "no prefix was shared"
+    assert recorded[FAULTS]["torch_native"].cached_tokens == 0
+
+
+def test_shares_were_run(recorded: dict[str, dict[str, Recording]]) -> None:
+    for part, name in RIGHT_NAMES:
+        reads, share = recorded[part][name].decode_reads, float(name.removeprefix(f"{OURS}-"))
         assert reads["C"] / (reads["C"] + reads["T"]) == pytest.approx(share, abs=0.2)
-        assert reads["D"] < reads["C"] + reads["T"]
+        assert 0 < reads["D"] < reads["C"] + reads["T"]
 
 
-@pytest.mark.parametrize("name", SHARE_NAMES)
-def test_only_rounding_between_ours_and_stock(report: Report, name: str) -> None:
-    comparison = report.comparisons[name]
+@pytest.mark.parametrize("fault", PLANTED)
+def test_every_decoded_token_misreads_a_page(recorded: dict[str, dict[str, Recording]], fault: Fault) -> None:
+    right, faulty = (recorded[FAULTS][name].decode_reads for name in (share_name(fault.share), fault.name))
+    misread = STEPS * CONTROL.requests * PAGE
+    assert sum(faulty.values()) - sum(right.values()) == (-misread if fault.kind == "lost" else misread)
+
+
+@pytest.mark.parametrize(("part", "name"), RIGHT_NAMES)
+def test_only_rounding_between_ours_and_stock(reports: dict[str, Report], part: str, name: str) -> None:
+    comparison = reports[part].comparisons[name]
     assert comparison.same_batches
     for phase, divergence in comparison.phases().items():
         assert 0 <= divergence.p99 < ROUNDING, (phase, divergence)
-    assert comparison.everywhere.positions == SIZE.requests * STEPS + comparison.prefill.positions
 
 
 @pytest.mark.parametrize("name", FAULT_NAMES)
-def test_fault_is_noticed(report: Report, name: str) -> None:
+def test_fault_is_noticed(reports: dict[str, Report], name: str) -> None:
     """In decode steps only: the KV of the prompts is right."""
-    comparison = report.comparisons[name]
+    comparison = reports[FAULTS].comparisons[name]
     assert comparison.decode.median > 100 * ROUNDING, comparison
     assert comparison.prefill.p99 < ROUNDING, comparison
 
 
-def test_criterion(report: Report) -> None:
+def test_criterion(reports: dict[str, Report]) -> None:
     """With one of the faults as the yardstick, so that both outcomes are seen."""
-    lost, repeated = FAULT_NAMES
+    (lost, repeated), right, report = FAULT_NAMES, share_name(0), reports[FAULTS]
     judged = Report(report.reference, lost, report.comparisons)
-    assert judged.passes(SHARE_NAMES[0]) and not judged.passes(lost)
-    strict = Report(report.reference, SHARE_NAMES[0], report.comparisons)
-    assert strict.passes(SHARE_NAMES[0]) and strict.passes(lost) and strict.passes(repeated)
-    for text in (report.reference, *SHARE_NAMES, f"pass {lost}"):
+    assert judged.passes(right) and not judged.passes(repeated)
+    strict = Report(report.reference, right, report.comparisons)
+    assert strict.passes(share_name(1)) and strict.passes(lost) and strict.passes(repeated)
+    for text in (report.reference, right, f"pass {lost}"):
         assert text in strict.table()
-    assert strict.as_dict()["passes"][repeated]
+    assert strict.as_dict()["passes"] == dict.fromkeys(strict.judged(), True)
 
 
-def test_saved_and_loaded(recorded: dict[str, Recording], tmp_path: Path) -> None:
-    for name in ("torch_native", SHARE_NAMES[0]):
-        recorded[name].save(tmp_path, name)
-    loaded = Recording.load(tmp_path, SHARE_NAMES[0])
-    for field, value in vars(recorded[SHARE_NAMES[0]]).items():
+def test_p99_is_judged_of_many_positions_alone(reports: dict[str, Report]) -> None:
+    report, name = reports[FAULTS], share_name(1)
+    few = report.comparisons[name]
+    many = replace(few, everywhere=replace(few.everywhere, positions=P99_POSITIONS))
+    for comparison in (few, many):
+        judged = Report(report.reference, share_name(0), report.comparisons | {name: comparison})
+        assert ("all p99" in judged.excess(name)) == (comparison is many)
+
+
+def test_saved_and_loaded(recorded: dict[str, dict[str, Recording]], tmp_path: Path) -> None:
+    saved, name = recorded[OURS], share_name(0)
+    for each in ("torch_native", name):
+        saved[each].save(tmp_path, each)
+    loaded = Recording.load(tmp_path, name)
+    for field, value in vars(saved[name]).items():
         again = getattr(loaded, field)
         assert torch.equal(again, value) if isinstance(value, torch.Tensor) else again == value
     other = Recording(**vars(loaded) | {"head": loaded.head + 1})
@@ -137,11 +168,13 @@ def test_saved_and_loaded(recorded: dict[str, Recording], tmp_path: Path) -> Non
 
 def test_recording_leaves_nothing_behind(profile: Profile) -> None:
     """The next server on a GPU needs the memory of this one."""
-    with profile.ours() as runner:
-        runner.kv_pool.regions.scope.target_share = FAULT_SHARE
-        for fault, region in FAULTS:
-            with misread_page(runner, fault, region):
-                record(runner, profile.workload().shortest(profile.faulty_requests))
+    control = profile.control()
+    with ours(control) as runner:
+        for fault in PLANTED:
+            with misread_page(runner, fault):
+                at_share(runner, control.workload(), fault.share)
+            with pytest.raises(RuntimeError, match=f"{fault.name}: only 0 of"), misread_page(runner, fault):
+                at_share(runner, control.workload(), 1 - fault.share)
         model = weakref.ref(runner.model_runner.model)
         assert "sample" not in vars(runner.model_runner)
         assert "build" not in vars(runner.kv_pool.planner)

@@ -14,6 +14,7 @@ from tests.gpu.delays import COMPUTE, STREAMS, late, noted_plans
 from tests.gpu.divergence import Divergence, kl
 from tests.gpu.kl import FACTOR
 from tests.gpu.recording import Recording, record
+from tests.gpu.servers import ours
 from tests.gpu.workload import WorkloadSize
 from tests.harness import Runner
 
@@ -47,7 +48,7 @@ def run(runner: Runner, profile: Profile, share: float = SHARE) -> tuple[Recordi
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
     model = write_config("qwen3_30b_a3b", tmp_path_factory.mktemp("model") / "qwen3", layers=LAYERS)
     profile = Profile(model, SIZE, page_size=PAGE, chunk_tokens=1024, device_tokens=512, env=ENV)
-    with profile.ours() as runner:
+    with ours(profile) as runner:
         (recording, plans), (again, plans_again) = run(runner, profile), run(runner, profile)
         rounding = kl(run(runner, profile, share=0.0)[0], recording).everywhere
         repeatable = plans == plans_again and torch.equal(again.hidden, recording.hidden)

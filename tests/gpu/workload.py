@@ -60,14 +60,6 @@ class Workload:
         """KV tokens of everything at once in whole pages, nothing shared."""
         return sum(-(-len(request.tokens) // page_size) for request in self.requests) * page_size
 
-    def shortest(self, share: float) -> Workload:
-        """That share of the requests, those with the shortest prompts, in their order of arrival."""
-        longest = sorted(request.prompt_tokens for request in self.requests)[
-            int(share * len(self.requests)) - 1
-        ]
-        chosen = (request for request in self.requests if request.prompt_tokens <= longest)
-        return Workload(tuple(chosen), self.steps)
-
 
 def make_workload(vocab_size: int, size: WorkloadSize, seed: int = 0) -> Workload:
     """The same arguments give the same tokens, positions and order."""

@@ -2,6 +2,10 @@
 
 As users run it: decode under CUDA graphs, overlap schedule on, no waits but the executor's own. What is generated is judged by
 the truth about itself.
+
+bf16 flips the choice of a tiny MoE's router now and then, so a mean over few tokens is one of chance: over 354 generated tokens
+equally right computations differed by 11% (standard deviation, ten servers on an H200). Over ten times as many it is 4%, and
+the limit of 1.2 between two such means is four deviations away.
 """
 
 from __future__ import annotations
@@ -18,14 +22,11 @@ from tests.harness import Result, Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-PROMPT_LENGTHS = (7, 64, 300, 1500, 3000)
-NEW_TOKENS = (
-    96,
-    40,
-    72,
-    90,
-    56,
-)  # windows open, fill and are flushed; the batch shrinks while forwards are in flight
+COPIES = 5
+PROMPT_LENGTHS = (7, 64, 300, 1500, 3000) * COPIES
+# Windows open, fill and are flushed; the batch shrinks while forwards are in flight.
+NEW_TOKENS = (192, 80, 144, 180, 112) * COPIES
+EVERYTHING = 40960  # tokens
 SERVED = {"disable_overlap_schedule": False, "cuda_graph_backend_decode": "full"}
 Truth = Callable[[list[int]], list[float]]
 
@@ -80,7 +81,7 @@ def errors(truth: Truth, results: list[Result]) -> tuple[float, float]:
 def stock_errors(model: Path, truth: Truth) -> tuple[float, float]:
     """The larger ones of two stock backends."""
     found = [
-        errors(truth, served(model, backend=backend, page_size=1, max_total_tokens=16384))
+        errors(truth, served(model, backend=backend, page_size=1, max_total_tokens=EVERYTHING))
         for backend in ("flashinfer", "triton")
     ]
     print(f"mean |dlogprob| from fp32 (prompt, output), flashinfer and triton: {found}")
@@ -89,7 +90,7 @@ def stock_errors(model: Path, truth: Truth) -> tuple[float, float]:
 
 def ours(model: Path, gpu_memory: str, share: str, **settings) -> list[Result]:
     env = {
-        "SGLANG_INPLACEKV_HOST_MEMORY": "256MB",
+        "SGLANG_INPLACEKV_HOST_MEMORY": "512MB",
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu_memory,
         "SGLANG_INPLACEKV_CPU_SHARE": share,
         "SGLANG_INPLACEKV_TILE_TOKENS": "512",
@@ -104,7 +105,7 @@ def check(truth: Truth, stock: tuple[float, float], results: list[Result]) -> No
 
 
 @pytest.mark.parametrize("share", ["0", "0.4", "1"])
-@pytest.mark.parametrize("gpu_memory", ["0tok", "512tok", "16384tok"])
+@pytest.mark.parametrize("gpu_memory", ["0tok", "2048tok", f"{EVERYTHING}tok"])
 def test_as_close_to_fp32_as_stock_is(
     model: Path, truth: Truth, stock_errors: tuple[float, float], share: str, gpu_memory: str
 ) -> None:
@@ -113,4 +114,4 @@ def test_as_close_to_fp32_as_stock_is(
 
 def test_without_graphs_and_overlap(model: Path, truth: Truth, stock_errors: tuple[float, float]) -> None:
     eager = {"disable_overlap_schedule": True, "cuda_graph_backend_decode": "disabled"}
-    check(truth, stock_errors, ours(model, "512tok", "0.4", **eager))
+    check(truth, stock_errors, ours(model, "2048tok", "0.4", **eager))
