@@ -16,6 +16,7 @@ import torch
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.layout import KVShape, RegionSizes
+from sglang_inplacekv.mapped import mapped_tensor
 from sglang_inplacekv.pinning import ChunkPins
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -87,19 +88,6 @@ def _system_pages(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             start, _ = out.pop()
         out.append((start, stop))
     return out
-
-
-class _CudaArray:
-    """One layer's K or V for torch.as_tensor, by the CUDA array interface, which has no bf16: integers of the same size."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": shape,
-            "strides": strides,
-            "typestr": f"<i{itemsize}" if itemsize > 1 else "|i1",
-            "version": 2,
-        }
 
 
 class HostArena:
@@ -175,16 +163,10 @@ class HostArena:
         rows = (self.sizes.chunks - 1) * (self._chunk_stride // self.page_stride)
         rows += len(self.sizes.chunk_page_range(self.sizes.chunks - 1))
         strides = (self.page_stride, s.kv_heads * s.head_dim * item, s.head_dim * item, item)
-        parts = []
-        for part in range(s.parts):
-            address = self._base + layer * self.layer_stride + part * s.block_bytes
-            array = _CudaArray(address, (rows, s.page_size, s.kv_heads, s.head_dim), strides, item)
-            tensor = torch.as_tensor(array, device=f"cuda:{torch.cuda.current_device()}")
-            if tensor.data_ptr() != address:
-                raise RuntimeError(
-                    f"layer {layer} of the host arena was copied to the GPU instead of mapped there"
-                )
-            parts.append(tensor.view(s.dtype))
+        shape, first = (rows, s.page_size, s.kv_heads, s.head_dim), self._base + layer * self.layer_stride
+        parts = [
+            mapped_tensor(first + part * s.block_bytes, shape, strides, s.dtype) for part in range(s.parts)
+        ]
         return parts[0], parts[1] if s.parts == 2 else parts[0][..., : s.value_dim]
 
     def zero_copy_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,14 @@ import os
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 
+# Longer than what lies between two layers' jobs, so that a decode wakes no thread.
+_SPIN_S = 2e-3
+
+
+def spin_s(team_threads: int) -> float:
+    """How long to spin before sleeping: not at all where the team has every core, and would be kept from one."""
+    return _SPIN_S if team_threads < cpu_attn.default_threads() else 0.0
+
 
 def team_cores(threads: int | None) -> list[int]:
     """One core for each CPU attention thread: the last ones, since SGLang's own threads tend to start on the first.

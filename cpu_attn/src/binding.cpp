@@ -151,10 +151,10 @@ void decode(TensorView q, KvRef kv, TableRef table, double scale, TensorView out
   });
 }
 
-ExecutorRef executor_new(int64_t threads, ffi::Shape cores) {
+ExecutorRef executor_new(int64_t threads, ffi::Shape cores, double spin_s) {
   return guarded([&] {
-    return make_handle<ExecutorRef, ExecutorRefObject>(ExecutorPtr(
-        new Executor(static_cast<int>(threads), std::vector<int>(cores.begin(), cores.end()))));
+    return make_handle<ExecutorRef, ExecutorRefObject>(ExecutorPtr(new Executor(
+        static_cast<int>(threads), std::vector<int>(cores.begin(), cores.end()), spin_s)));
   });
 }
 

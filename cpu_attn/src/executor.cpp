@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <stdexcept>
@@ -24,15 +25,40 @@ void check_owner(pid_t owner, const char* what) {
                              ", not to its forked child");
 }
 
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr int kLooksPerClock = 64;
+
+// Returns as soon as `flag` is set, or after `seconds`.
+void spin(const std::atomic<bool>& flag, double seconds) {
+  if (seconds <= 0.0) return;
+  const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                   std::chrono::duration<double>(seconds));
+  do {
+    for (int i = 0; i < kLooksPerClock; ++i) {
+      if (flag.load(std::memory_order_acquire)) return;
+      relax();
+    }
+  } while (Clock::now() < end);
+}
+
 }  // namespace
 
 bool Job::in_owner() const { return getpid() == owner_; }
 bool Executor::in_owner() const { return getpid() == owner_; }
 
-Job::Job(std::function<void(Team&)> work) : owner_(getpid()), work_(std::move(work)) {}
+Job::Job(std::function<void(Team&)> work, double spin_s)
+    : owner_(getpid()), spin_s_(spin_s), work_(std::move(work)) {}
 
 bool Job::wait(double seconds) const {
   check_owner(owner_, "job");
+  spin(settled_, std::min(seconds, spin_s_));
   std::unique_lock<std::mutex> lock(mutex_);
   return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
                             [this] { return outcome_ != Outcome::kPending; });
@@ -66,10 +92,12 @@ void Job::settle(Outcome outcome, std::string message, double seconds) {
   message_ = std::move(message);
   seconds_ = seconds;
   outcome_ = outcome;
+  settled_.store(true, std::memory_order_release);
   finished_.notify_all();
 }
 
-Executor::Executor(int threads, std::vector<int> cores) : owner_(getpid()), threads_(threads) {
+Executor::Executor(int threads, std::vector<int> cores, double spin_s)
+    : owner_(getpid()), threads_(threads), spin_s_(spin_s) {
   thread_ = std::thread([this] { loop(); });
   if (cores.empty()) return;
   const std::shared_ptr<Job> pinned = submit([cores](Team& team) {
@@ -85,11 +113,12 @@ Executor::~Executor() { close(); }
 
 std::shared_ptr<Job> Executor::submit(std::function<void(Team&)> work) {
   check_owner(owner_, "executor");
-  const std::shared_ptr<Job> job(new Job(std::move(work)), DeleteInOwner());
+  const std::shared_ptr<Job> job(new Job(std::move(work), spin_s_), DeleteInOwner());
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) throw std::runtime_error("executor is closed");
     queue_.push_back(job);
+    wanted_.store(true, std::memory_order_release);
   }
   wake_.notify_one();
   return job;
@@ -102,6 +131,7 @@ void Executor::close() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
+    wanted_.store(true, std::memory_order_release);
     dropped.swap(queue_);
   }
   wake_.notify_one();
@@ -114,11 +144,13 @@ void Executor::loop() {
   omp_set_dynamic(0);
   Team team(threads_);
   for (;;) {
+    spin(wanted_, spin_s_);
     std::unique_lock<std::mutex> lock(mutex_);
     wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
     if (queue_.empty()) return;
     const std::shared_ptr<Job> job = std::move(queue_.front());
     queue_.pop_front();
+    wanted_.store(closing_ || !queue_.empty(), std::memory_order_release);
     lock.unlock();
     job->run(team);
   }

@@ -188,28 +188,26 @@ class CudaExecutor(Executor):
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
         rows, table = forward.plan.tokens, forward.table
-        q, arguments, job = q[:rows], None, None
+        q, job = q[:rows], None
         if table is not None:
             into = [part[:rows] for part in hand.to_compute(forward.rows)]
             arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
-        # Queued before the host waits for q, so that the GPU attends while the CPU does.
+            # The CPU first: it has more to do, and all that the GPU is to do is queued while it does.
+            hand.await_q()
+            if not forward.padded:
+                hand.clear_padding(forward.rows, rows)
+                forward.padded = True
+            job = self.regions.team.submit_arguments(arguments)
         if forward.in_place:
             self._in_place.run(
                 q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
             )
         elif forward.tiles:
             self._attend_tiles(layer, q, hand.transferred(rows))
-        if arguments is not None:
-            hand.await_q()
-            if not forward.padded:
-                hand.clear_padding(forward.rows, rows)
-                forward.padded = True
-            job = self.regions.team.submit_arguments(arguments)
         if forward.tiles:
             forward.stream.read()
         if job is not None:
             self._collect(job, layer)
-            hand.receive(forward.rows)
 
     def _attend_tiles(self, layer: int, q: torch.Tensor, into: State) -> None:
         """Attend every P tile of this layer; the last one's buffer is still to be given back."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 import torch
 
 from sglang_inplacekv.executors.merge_kernel import State
+from sglang_inplacekv.mapped import mapped_tensor
 
 
 class HandOver:
     """Buffers for decodes of up to `rows` rows, one layer at a time. widths: of q, and of attention's output.
 
     transferred ([rows, heads, out_dim] in q's dtype, [rows, heads] fp32) is the state over P. computed, both fp32, is the
-    CPU's, which is filled in pinned memory and copied over. One set is enough: the host writes to pinned memory only after a
-    layer's q has arrived, which the GPU sent after it had taken the state of the layer before, of an earlier forward too.
+    CPU's, which the GPU reads where the team wrote it, in pinned memory: a copy would queue behind those of the tiles. One set
+    is enough: the host writes only after a layer's q has arrived, which the GPU sent after it had merged the layer before, of
+    an earlier forward too.
     """
 
     def __init__(self, rows: int, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
         head_dim, out_dim = widths
         self.rows, self._shape = rows, (heads, out_dim)
         self._q = torch.empty(rows, heads, head_dim, dtype=dtype, pin_memory=True)
-        # out and lse of the rows in use stand side by side, so that one copy carries both.
         self._host = torch.zeros(rows * heads * (out_dim + 1), pin_memory=True)
-        self._device = torch.zeros_like(self._host, device="cuda")
+        self._mapped = mapped_tensor(self._host.data_ptr(), self._host.shape, (4,), torch.float32)
         self._out = torch.zeros(rows, heads, out_dim, dtype=dtype, device="cuda")
         self._lse = torch.zeros(rows, heads, device="cuda")
         self._sent = torch.cuda.Event()
@@ -41,7 +42,7 @@ class HandOver:
         return self._out[:rows], self._lse[:rows]
 
     def computed(self, rows: int) -> State:
-        return self._split(self._device, rows)
+        return self._split(self._mapped, rows)
 
     def to_compute(self, rows: int) -> State:
         """Where the team puts the state of a decode of `rows` rows, in pinned memory."""
@@ -64,12 +65,6 @@ class HandOver:
         """Make the rows of `to_compute` that no request has finite. Once a forward, after its first await_q."""
         for part in self.to_compute(rows):
             part[real_rows:].zero_()
-
-    def receive(self, rows: int) -> None:
-        """Queue the copy of `to_compute` to `computed`."""
-        heads, out_dim = self._shape
-        used = rows * heads * (out_dim + 1)
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def _split(self, buffer: torch.Tensor, rows: int) -> State:
         heads, out_dim = self._shape

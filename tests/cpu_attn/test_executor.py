@@ -120,6 +120,26 @@ def test_close_fails_what_is_queued(slow_case: Case) -> None:
         team.submit_first_touch(torch.zeros(1, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.003], ids=["in succession", "after it has gone to sleep"])
+def test_spinning_executor(pause_s: float) -> None:
+    case = make_case([70, 0, 500])
+    wanted = paged_decode(case.q, case.kv, case.table, case.scale, threads=2)
+    with Executor(2, spin_s=0.001) as team:
+        for _ in range(30):
+            job = team.submit_paged_decode(case.q, case.kv, case.table, case.scale)
+            assert all(map(torch.equal, job.wait(WAIT_S), wanted))
+            time.sleep(pause_s)
+
+
+def test_spinning_ends_in_time(slow_case: Case) -> None:
+    with Executor(1, spin_s=600.0) as team:
+        job = team.submit_paged_decode(slow_case.q, slow_case.kv, slow_case.table, 1.0)
+        with pytest.raises(TimeoutError):
+            job.wait(0.001)
+        job.wait(WAIT_S)
+    # Closing has ended the thread's own spin.
+
+
 def test_collected_executor_is_closed() -> None:
     team = Executor(1)
     finalizer = team._finalizer
@@ -159,6 +179,9 @@ def test_bad_teams() -> None:
         Executor(2, cores=[core, core])
     with pytest.raises(ValueError, match="outside the affinity"):
         Executor(cores=[100_000])
+    for spin_s in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="spin_s must be finite"):
+            Executor(1, spin_s=spin_s)
 
 
 def test_first_touch(executor: Executor) -> None:

@@ -3,12 +3,14 @@
 // Hand-off: submit() queues under `mutex_` and signals `wake_`; the thread takes the oldest job,
 // runs it without the lock, drops what the job captured, then sets its result under the job's own
 // mutex and signals `finished_`. So once a waiter sees a job done, it touches no memory of the
-// caller. After a fork the thread exists only in the parent: the child may not lock anything here,
-// hence the process id checks.
+// caller. Whoever waits spins for up to `spin_s` before it sleeps, because being woken takes tens
+// of microseconds. After a fork the thread exists only in the parent: the child may not lock
+// anything here, hence the process id checks.
 #pragma once
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -35,7 +37,7 @@ class Job {
  public:
   enum class Outcome { kPending, kOk, kInvalid, kFailed };
 
-  explicit Job(std::function<void(Team&)> work);
+  Job(std::function<void(Team&)> work, double spin_s);
   // False on time-out. Throws std::runtime_error in a forked child.
   bool wait(double seconds) const;
   bool done() const;
@@ -51,9 +53,11 @@ class Job {
   void settle(Outcome outcome, std::string message, double seconds);
 
   const pid_t owner_;
+  const double spin_s_;
   std::function<void(Team&)> work_;
   mutable std::mutex mutex_;
   mutable std::condition_variable finished_;
+  std::atomic<bool> settled_{false};  // written last, after what it makes valid
   Outcome outcome_ = Outcome::kPending;
   std::string message_;
   double seconds_ = 0.0;
@@ -62,7 +66,8 @@ class Job {
 class Executor {
  public:
   // cores: empty (inherit the caller's affinity) or one per thread. Throws when pinning fails.
-  Executor(int threads, std::vector<int> cores);
+  // spin_s > 0 wants a core for the caller beside the team's.
+  Executor(int threads, std::vector<int> cores, double spin_s);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -78,11 +83,13 @@ class Executor {
 
   const pid_t owner_;
   const int threads_;
+  const double spin_s_;
   std::mutex close_mutex_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Job>> queue_;
   bool closing_ = false;
+  std::atomic<bool> wanted_{false};  // closing, or the queue is not empty
   std::thread thread_;
 };
 
