@@ -15,7 +15,7 @@ from cpu_attn.paged import (
     PageTable,
     supports_latent,
 )
-from cpu_attn.probe import multiply_probe_gflops, read_probe_gbps
+from cpu_attn.probe import hand_over_seconds, multiply_probe_gflops, read_probe_gbps
 
 __all__ = [
     "LATENT_WIDTHS",
@@ -27,6 +27,7 @@ __all__ = [
     "PagedKV",
     "PagedLatent",
     "default_threads",
+    "hand_over_seconds",
     "isa",
     "multiply_probe_gflops",
     "paged_decode",

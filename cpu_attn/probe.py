@@ -2,6 +2,7 @@
 
 import mmap
 import statistics
+import time
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ def read_probe_gbps(
     finally:
         if executor is None:
             team.close()
+
+
+def hand_over_seconds(executor: Executor, repeats: int = 50) -> float:
+    """Return the median seconds from submitting a job that has nothing to do until its end is known."""
+    nothing = torch.zeros(1, dtype=torch.uint8)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        executor.submit_first_touch(nothing).wait(PROBE_WAIT_S)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 class Multiplier:

@@ -6,7 +6,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from sglang_inplacekv.feedback import ShareController
 from sglang_inplacekv.regions import Regions
+from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -18,7 +20,10 @@ _REGIONS = ("D", "C", "T", "window")
 _GAUGES = {
     "share_target": "Share of host tokens that the CPU should attend.",
     "share_effective": "Share of host tokens that the CPU attended in the last decode step.",
+    "cpu_token_seconds": "Moving average of the CPU's time for a token of a layer; 0 if not measured.",
+    "transfer_token_seconds": "Moving average of the time in which a token of a layer crosses; 0 if not measured.",
     "region_fallback_pages": "Pages that got the other role for want of room, since start.",
+    "stolen_pages": "T pages that the CPU attended in place, summed over steps and requests, since start.",
     "flushed_pages": "Windows copied home, since start.",
     "device_evicted_tokens": "Cached tokens evicted to make room in D, since start.",
 }
@@ -27,8 +32,9 @@ _GAUGES = {
 class StepMetrics:
     """Observes every forward. All gauges exist from the start when SGLang's metrics are on."""
 
-    def __init__(self, regions: Regions) -> None:
-        self._regions = regions
+    def __init__(self, regions: Regions, control: ShareController | None) -> None:
+        """control: None where the share is given."""
+        self._regions, self._control = regions, control
         self._decode_steps = 0
         self.effective_share = 0.0
         self._tokens: Gauge | None = None
@@ -51,8 +57,9 @@ class StepMetrics:
     def observe(self, plan: StepPlan) -> None:
         if plan.is_decode:
             read = plan.attended_tokens(self._regions.sizes.page_size)
-            host = read["C"] + read["T"]
-            self.effective_share = read["C"] / host if host else 0.0
+            computed = read["C"] + read["stolen"]
+            host = computed + read["T"]
+            self.effective_share = computed / host if host else 0.0
             self._count_decode()
         self.export()
 
@@ -75,7 +82,7 @@ class StepMetrics:
         regions = ", ".join(f"{region} {held[region]}" for region in _REGIONS)
         logger.info(
             f"InplaceKV decode, share target: {scope.target_share:.2f}, effective: {self.effective_share:.2f}, "
-            f"#tokens: {regions}, #fallback pages: {scope.fallback_pages}"
+            f"#tokens: {regions}, #fallback pages: {scope.fallback_pages}, #stolen pages: {scope.stolen_pages}"
         )
 
     def export(self) -> None:
@@ -87,9 +94,16 @@ class StepMetrics:
         values = {
             "share_target": self._regions.scope.target_share,
             "share_effective": self.effective_share,
+            "cpu_token_seconds": _token_seconds(self._control.cpu if self._control else None),
+            "transfer_token_seconds": _token_seconds(self._control.transfer if self._control else None),
             "region_fallback_pages": self._regions.scope.fallback_pages,
+            "stolen_pages": self._regions.scope.stolen_pages,
             "flushed_pages": self._regions.windows.flushed_pages,
             "device_evicted_tokens": self._regions.homes.device_evicted_tokens,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
+
+
+def _token_seconds(line: Line | None) -> float:
+    return 0.0 if line is None else line.token_s

@@ -1,4 +1,4 @@
-"""The C pages of a decode in the form that cpu_attn takes."""
+"""The CPU's pages of a decode in the form that cpu_attn takes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import numpy as np
 import torch
 
 import cpu_attn
-from sglang_inplacekv.layout import ROLE_COMPUTE, RegionSizes
+from sglang_inplacekv.layout import ROLE_COMPUTE, ROLE_TRANSFER, RegionSizes
 from sglang_inplacekv.step_plan import StepPlan
 
 
 def compute_table(plan: StepPlan, sizes: RegionSizes) -> cpu_attn.PageTable | None:
-    """The page table over `HostArena.attention_regions`, None if no request has a C page."""
-    pages = np.concatenate([reads.compute_pages for reads in plan.reads])
+    """The page table over `HostArena.attention_regions`, None if the CPU has no page to attend."""
+    pages = np.concatenate([reads.cpu_pages for reads in plan.reads])
     if not len(pages):
         return None
-    counts = np.array([len(reads.compute_pages) for reads in plan.reads])
+    counts = np.array([len(reads.cpu_pages) for reads in plan.reads])
+    computed = [len(reads.compute_pages) for reads in plan.reads]
+    stolen = [len(reads.stolen_pages) for reads in plan.reads]
+    roles = np.repeat(
+        [ROLE_COMPUTE, ROLE_TRANSFER] * len(counts),
+        [count for own in zip(computed, stolen, strict=True) for count in own],
+    )
     chunk, slot = sizes.locate(pages)
     columns = (
-        2 * chunk + ROLE_COMPUTE,
+        2 * chunk + roles,
         slot,
         np.concatenate(([0], counts.cumsum())),
         counts * sizes.page_size,

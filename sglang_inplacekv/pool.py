@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
+import cpu_attn
 from sglang_inplacekv.executors.base import Executor
+from sglang_inplacekv.feedback import ShareController
 from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.page_lists import PageLists
 from sglang_inplacekv.regions import Regions
@@ -39,7 +41,11 @@ class RegionPool(KVCache):
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
         self.device_only = False
-        self.metrics = StepMetrics(regions)
+        self._control: ShareController | None = None
+        if regions.scope.steals:
+            fixed_s = cpu_attn.hand_over_seconds(regions.team)
+            self._control = ShareController(regions.scope.target_share, fixed_s)
+        self.metrics = StepMetrics(regions, self._control)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
@@ -66,10 +72,17 @@ class RegionPool(KVCache):
         """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
         self.device_only = False
         self.executor.acknowledge()
+        if is_decode and self._control is not None:
+            self._control.observe(self.executor.take_costs())
+            self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan, graph_rows)
         self.metrics.observe(self.plan)
         return self.plan
+
+    def _host_tokens(self, spans: list[Span]) -> int:
+        first_host = self.regions.sizes.first_host_page
+        return sum(int((span.pages >= first_host).sum()) for span in spans) * self.page_size
 
     def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
         """A forward over `spans`, all homed in D, that SGLang's own backend runs."""

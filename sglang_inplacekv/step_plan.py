@@ -44,6 +44,22 @@ class Reads:
     device_tokens: int  # of them
     compute_pages: np.ndarray  # [n] int64, full pages read in place by the CPU
     transfer_pages: np.ndarray  # [n] int64, full pages streamed through P
+    # [n] int64, full T pages that the CPU reads in place in this step instead
+    stolen_pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def cpu_pages(self) -> np.ndarray:
+        return np.concatenate((self.compute_pages, self.stolen_pages))
+
+    @property
+    def host_pages(self) -> int:
+        return len(self.compute_pages) + len(self.stolen_pages) + len(self.transfer_pages)
+
+    def steal(self, count: int) -> None:
+        """Hand the last `count` T pages to the CPU: what is left stays adjacent."""
+        if count:
+            self.stolen_pages = self.transfer_pages[-count:]
+            self.transfer_pages = self.transfer_pages[:-count]
 
     def device_slots(self, page_size: int) -> np.ndarray:
         """[device_tokens] int64: the tokens' slots in the device tensor."""
@@ -57,6 +73,7 @@ class StepPlan:
 
     spans: list[Span]
     is_decode: bool
+    page_size: int = 0
     device_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     device_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     home_writes: list[HomeWrite] = field(default_factory=list)
@@ -78,12 +95,23 @@ class StepPlan:
         """The requests by name, for messages."""
         return "requests " + ", ".join(span.label for span in self.spans)
 
+    @cached_property
+    def cpu_tokens(self) -> int:
+        """What the CPU attends in each layer of a decode, with multiplicity over requests."""
+        return sum(len(reads.cpu_pages) for reads in self.reads) * self.page_size
+
+    @cached_property
+    def transfer_tokens(self) -> int:
+        """What is attended in P in each layer of a decode, with multiplicity: a page that requests share crosses once."""
+        return sum(len(reads.transfer_pages) for reads in self.reads) * self.page_size
+
     def attended_tokens(self, page_size: int) -> dict[str, int]:
-        """Tokens read per region in this forward, with multiplicity over requests."""
+        """Tokens read in this forward, with multiplicity over requests: of each region, and those of T that the CPU reads."""
         return {
             "D": sum(r.device_tokens for r in self.reads),
             "C": sum(len(r.compute_pages) for r in self.reads) * page_size,
             "T": sum(len(r.transfer_pages) for r in self.reads) * page_size,
+            "stolen": sum(len(r.stolen_pages) for r in self.reads) * page_size,
         }
 
 
@@ -96,7 +124,7 @@ class Planner:
         self._timeout_s = wait_timeout_s
 
     def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
-        plan = StepPlan(list(spans), is_decode)
+        plan = StepPlan(list(spans), is_decode, self.sizes.page_size)
         tokens: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         first = 0
@@ -107,9 +135,11 @@ class Planner:
         plan.device_slots = np.concatenate(slots) if slots else plan.device_slots
         self._note_windows()
         plan.reads = [self._plan_reads(span, is_decode) for span in plan.spans]
+        if is_decode:
+            self._steal(plan.reads)
         outstanding = self.homes.outstanding()
         if outstanding:
-            home_pages = [np.concatenate((r.compute_pages, r.transfer_pages)) for r in plan.reads]
+            home_pages = [np.concatenate((r.cpu_pages, r.transfer_pages)) for r in plan.reads]
             read = set(np.concatenate(home_pages).tolist()) if home_pages else set()
             plan.pending = {page: ticket for page, ticket in outstanding.items() if page in read}
         return plan
@@ -139,6 +169,19 @@ class Planner:
                     plan.flush_pages.append(page)
             tokens.append(np.arange(first + start - span.prefix, first + end - span.prefix))
             slots.append(np.arange(place * size + start % size, place * size + start % size + end - start))
+
+    def _steal(self, reads: Sequence[Reads]) -> None:
+        """Let the CPU's share come to the target: each request gives T pages in proportion to what it has."""
+        streamed = np.cumsum([0, *(len(own.transfer_pages) for own in reads)])
+        wanted = self.homes.scope.wanted_stolen(
+            sum(len(own.compute_pages) for own in reads), int(streamed[-1])
+        )
+        if not wanted:
+            return
+        given = np.diff(wanted * streamed // streamed[-1])
+        for own, count in zip(reads, given.tolist(), strict=True):
+            own.steal(count)
+        self.homes.scope.stolen_pages += wanted
 
     def _plan_reads(self, span: Span, is_decode: bool) -> Reads:
         size, first_host = self.sizes.page_size, self.sizes.first_host_page

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import cpu_attn
+from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
@@ -29,6 +30,7 @@ class Executor(ABC):
         self._timeout_s = config.wait_timeout_s
         self._current: Any = None  # the plan in the form that this executor's layers use
         self._queues = {name: WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in queues}
+        self._costs = Costs()
         self._kv = [regions.arena.attention_regions(layer) for layer in range(regions.shape.layers)]
         # Threads would otherwise outlive a server that was shut down inside a living process.
         self._finalizer = weakref.finalize(self, _close_queues, list(self._queues.values()))
@@ -138,9 +140,17 @@ class Executor(ABC):
 
     def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            return job.wait(self._timeout_s)
+            state = job.wait(self._timeout_s)
+            self._costs.cpu_s += job.seconds
+            self._costs.cpu_tokens += self._plan.cpu_tokens
+            return state
         except (TimeoutError, RuntimeError, ValueError) as error:
             raise RuntimeError(f"{self._plan.who}, layer {layer}, region C: {error}") from error
+
+    def take_costs(self) -> Costs:
+        """What the decodes since this was last asked have cost, as far as it is known by now. Waits for nothing."""
+        taken, self._costs = self._costs, Costs()
+        return taken
 
     def drain(self) -> None:
         """Wait for everything in flight."""

@@ -52,7 +52,7 @@ class _Forward:
     write_slots: torch.Tensor
     homes: HomeWriter
     stream: TileStream
-    table: cpu_attn.PageTable | None  # C pages of a decode
+    table: cpu_attn.PageTable | None  # the CPU's pages of a decode
 
 
 class CpuExecutor(Executor):
@@ -69,6 +69,8 @@ class CpuExecutor(Executor):
 
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
         page_size = self.regions.sizes.page_size
+        if plan.is_decode:
+            self._costs.transfer_tokens += plan.transfer_tokens * self.regions.shape.layers
         self._current = _Forward(
             plan,
             [plan.token_range(request) for request in range(len(plan.spans))],
@@ -76,13 +78,18 @@ class CpuExecutor(Executor):
             torch.from_numpy(plan.device_tokens),
             torch.from_numpy(plan.device_slots),
             CpuHomeWriter(self.regions, self._write, plan),
-            TileStream(self.regions, self._copy, self._tiles, plan),
+            TileStream(
+                self.regions, self._copy, self._tiles, plan, self._note_copy if plan.is_decode else None
+            ),
             self._compute_table(plan) if plan.is_decode else None,
         )
 
+    def _note_copy(self, seconds: float) -> None:
+        self._costs.transfer_s += seconds
+
     def _compute_table(self, plan: StepPlan) -> cpu_attn.PageTable | None:
-        """The C pages of a decode, after those that are still being written."""
-        pages = np.concatenate([reads.compute_pages for reads in plan.reads]).tolist()
+        """The CPU's pages of a decode, after those that are still being written."""
+        pages = np.concatenate([reads.cpu_pages for reads in plan.reads]).tolist()
         waiting = [plan.pending[page] for page in pages if page in plan.pending]
         wait_all(waiting, self._timeout_s, f"{plan.who}, region C,")
         return compute_table(plan, self.regions.sizes)

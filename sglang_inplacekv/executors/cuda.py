@@ -149,8 +149,12 @@ class CudaExecutor(Executor):
 
     def _count(self, forward: _Forward) -> None:
         timings, kind = forward.stream.timings(), "decode" if forward.plan.is_decode else "extend"
-        if timings is not None:
-            self._transfers[kind] = self._transfers[kind].plus(timings)
+        if timings is None:
+            return
+        self._transfers[kind] = self._transfers[kind].plus(timings)
+        if forward.plan.is_decode and timings.bytes:
+            self._costs.transfer_s += timings.transfer_s
+            self._costs.transfer_tokens += forward.plan.transfer_tokens * self.regions.shape.layers
 
     def take_transfers(self) -> dict[str, TransferTimings]:
         """What has crossed to P in the decodes and extends since this was last asked. Waits for the GPU."""

@@ -10,7 +10,8 @@ any layer's result. Who may touch buffer k % 2 when:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,8 +60,15 @@ class TileStream:
     """The P tiles of one forward. `ready` gives the next tile's buffer and copy ticket, `read_by` returns the buffer."""
 
     def __init__(
-        self, regions: Regions, copy_queue: WorkQueue, buffers: Sequence[torch.Tensor], plan: StepPlan
+        self,
+        regions: Regions,
+        copy_queue: WorkQueue,
+        buffers: Sequence[torch.Tensor],
+        plan: StepPlan,
+        note_copy: Callable[[float], None] | None = None,
     ) -> None:
+        """note_copy(seconds) is called by the queue's thread after each copy."""
+        self._note_copy = note_copy
         self._regions, self._queue, self._buffers = regions, copy_queue, buffers
         self.tiles = plan_tiles(plan, regions.sizes)
         self._runs = [regions.sizes.adjacent_runs(tile.pages).tolist() for tile in self.tiles]
@@ -92,8 +100,11 @@ class TileStream:
         buffer, runs, arena = self._buffers[index % 2], self._runs[part], self._regions.arena
 
         def copy() -> None:
+            started_s = time.perf_counter()
             for chunk, slot, place, count in runs:
                 buffer[place : place + count].copy_(arena.raw_pages(chunk, layer)[slot : slot + count])
+            if self._note_copy is not None:
+                self._note_copy(time.perf_counter() - started_s)
 
         after = self._pending[part] + ([reader] if reader else [])
         region = "T" if self.tiles[part].role == ROLE_TRANSFER else "C"

@@ -58,7 +58,8 @@ ENVIRONMENT = ONE_THREAD | {
 REGIONS = ("D", "C", "T", "window")
 METRICS = {
     *(f'tokens{{region="{region}"}}' for region in REGIONS),
-    *("share_target", "share_effective", "region_fallback_pages", "flushed_pages", "device_evicted_tokens"),
+    *("share_target", "share_effective", "cpu_token_seconds", "transfer_token_seconds"),
+    *("region_fallback_pages", "stolen_pages", "flushed_pages", "device_evicted_tokens"),
 }
 PROMPTS = {
     "long": long_text(2600, topic="objects")[:2600] + "\n\nIn short,",

@@ -53,9 +53,10 @@ class Profile:
     device_tokens: int = 1024  # D homes: most tokens have host homes
     shares: tuple[float, ...] = SHARES[OURS]
     faults: tuple[Fault, ...] = ()
-    # Of the negative control. From two pages to less than three, so that each request has two at home from its first decode
-    # step on and a page is much of what it attends: random weights attend nearly evenly, and a page of p tokens more or less
-    # among n moves that mean by a variance of p (1 - p/n) / (n + p)^2 or p / n(n - p). The granule allows no shared prefix.
+    # Of the negative control: requests of about three pages, of which two at least are at home from the first decode step on.
+    # Random weights attend nearly evenly, so a page more or less among k is little: read twice it adds (k - 1) / (k + 1)^2 of
+    # the mean's own variance, most at k = 3; lost, 1 / (k - 1). Page size alone changes nothing: pages of 64 keep the requests
+    # short, and the granule keeps them from sharing a prefix.
     control_size: WorkloadSize = field(
         default_factory=lambda: WorkloadSize(32, 176, 200, steps=24, prefill_positions=16)
     )

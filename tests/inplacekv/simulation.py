@@ -17,7 +17,7 @@ from sglang_inplacekv.config import InplaceConfig
 from sglang_inplacekv.executors import make_executor
 from sglang_inplacekv.layout import KVShape, RegionSizes, window_count
 from sglang_inplacekv.regions import Regions
-from sglang_inplacekv.step_plan import Planner, Span
+from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 from tests.inplacekv.reference import dense_attention
 
 
@@ -63,6 +63,7 @@ class Simulation:
         device: str = "cpu",
         transfer: str = "dma",
         latent: bool = False,
+        steals: bool = False,
     ) -> None:
         self.device = device
         self.tolerance = 2e-5 if device == "cpu" else 2e-2
@@ -86,6 +87,7 @@ class Simulation:
         )
         self.team = cpu_attn.Executor(threads=2)
         self.regions = Regions(config, self.shape, sizes, self.team, device)
+        self.regions.scope.steals = steals
         self.executor = make_executor(self.regions, device)
         self.planner = Planner(self.regions.homes, self.regions.windows, config.wait_timeout_s)
         self.running: list[SimRequest] = []
@@ -142,7 +144,8 @@ class Simulation:
             for r, n in work
         ]
         self.executor.acknowledge()
-        self.executor.begin_forward(self.planner.build(spans, is_decode))
+        plan = self.planner.build(spans, is_decode)
+        self.executor.begin_forward(plan)
         for request, tokens in work:
             parts = [self.random_kv(tokens) for _ in range(self.shape.parts)]
             request.k = torch.cat((request.k, parts[0]), 1)
@@ -150,6 +153,8 @@ class Simulation:
         for layer in range(self.shape.layers):
             self._layer(layer, work, is_decode)
         self.executor.end_forward()
+        if is_decode:
+            self._check_costs(plan)
         for request, tokens in work:
             request.length += tokens
 
@@ -181,6 +186,14 @@ class Simulation:
                 f"{request.name} layer {layer} tokens {request.length}+{tokens}: error {error}"
             )
             first += tokens
+
+    def _check_costs(self, plan: StepPlan) -> None:
+        """The tokens of each side, once a layer, and time for them. A GPU knows of its transfers a step later."""
+        costs, layers = self.executor.take_costs(), self.shape.layers
+        assert costs.cpu_tokens == plan.cpu_tokens * layers and (costs.cpu_s > 0) == (plan.cpu_tokens > 0)
+        if self.device == "cpu":
+            assert costs.transfer_tokens == plan.transfer_tokens * layers
+            assert (costs.transfer_s > 0) == (plan.transfer_tokens > 0)
 
     def _check_prefixes(self, layer: int, requests: list[SimRequest]) -> None:
         """On a GPU SGLang expands latent rows and attends them itself: what it gets must be every row, in some order."""

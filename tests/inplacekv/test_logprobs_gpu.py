@@ -8,7 +8,8 @@ the mean error, and a request stays apart for long, so that the mean differs by 
 11 % over 354 tokens (ten servers on an H200), still by 6 % over 5,760 tokens of 45 requests, and a limit of 1.2 is missed now
 and then. Without that choice errors are nearly normal, and over these 1,770 tokens of 25 requests the mean scatters by 2.4 %
 (requests resampled, bf16 on a CPU): the limit is six deviations away. The largest error, 0.14 to 0.20 there, can be judged as
-well, and one wrong token shows. Routers that choose are compared by KL, see tests/gpu.
+well: a page read twice for one decoded token in fifty adds 15 % to the mean, and makes the largest eight times as large.
+Routers that choose are compared by KL, see tests/gpu.
 """
 
 from __future__ import annotations

@@ -21,7 +21,15 @@ def test_latent_rows_are_exact_too(share: float, device_pages: int) -> None:
     run(share=share, device_pages=device_pages, seed=device_pages, latent=True)
 
 
-def run(**settings) -> None:
+@pytest.mark.parametrize("latent", [False, True], ids=["kv", "latent"])
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7])
+def test_stealing_is_exact(share: float, device_pages: int, latent: bool) -> None:
+    assert run(share=share, device_pages=device_pages, seed=device_pages, latent=latent, steals=True)
+
+
+def run(**settings) -> int:
+    """The number of pages that were stolen."""
     sim = Simulation(host_pages=40, **settings)
     try:
         for _ in range(60):
@@ -35,6 +43,7 @@ def run(**settings) -> None:
         sim.regions.check_integrity()
         assert sim.regions.homes.free_pages == sim.regions.sizes.pages - 1
         assert sim.regions.windows.free_count == sim.regions.windows.count
+        return sim.regions.scope.stolen_pages
     finally:
         sim.close()
 

@@ -44,6 +44,12 @@ def test_latent_rows_are_exact_too(share: float, device_pages: int, transfer: st
     )
 
 
+@pytest.mark.parametrize("latent", [False, True], ids=["kv", "latent"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_stealing_is_exact(share: float, latent: bool) -> None:
+    run(share=share, device_pages=7, host_pages=40, seed=3, latent=latent, steals=True)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.37])
 def test_reading_transfer_pages_in_place_is_exact(share: float) -> None:
     run(share=share, device_pages=7, host_pages=40, seed=5, transfer="zero-copy")

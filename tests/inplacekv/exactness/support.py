@@ -89,7 +89,7 @@ def so_far(handle: Handle) -> Result:
 def server(
     kind: str,
     *,
-    share: float,
+    share: float | str,
     device_tokens: int,
     host_memory: str = "24MB",
     tile_tokens: int = 3 * PAGE,

@@ -167,3 +167,15 @@ def test_smollm2_reads_real_text(share, budget, radix):
         assert [result.cached_tokens for result in results] == [0] * 4 + [hit]
         assert_regions_used(seen, share, budget)
         assert_all_returned(runner)
+
+
+@KINDS
+def test_the_share_that_is_found(kind):
+    """`auto`: the target moves from step to step, and what the CPU steals of T is attended once."""
+    batch = prompts(*LENGTHS, 5 * CHUNK)
+    expected = stock(kind, batch)
+    with server(kind, share="auto", device_tokens=0) as runner:
+        seen = watch(runner)
+        compare(expected, runner.generate(batch), tolerance=TOLERANCE)
+        assert seen.decode["stolen"], seen
+        assert_all_returned(runner)

@@ -1,0 +1,50 @@
+"""How decode attention over host tokens is best shared between CPU and link. Pure functions of times and sizes.
+
+A layer that reads L host tokens, a share r of them by the CPU, takes the longer of two times:
+
+    CPU   a0 + A r L           transfer   b0 + B (1 - r) L
+
+They are equal at r* = (B L + b0 - a0) / ((A + B) L).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds that one side needs for its tokens of a layer: nothing for none, else fixed_s + token_s each."""
+
+    fixed_s: float
+    token_s: float
+
+    def seconds(self, tokens: float) -> float:
+        return self.fixed_s + self.token_s * tokens if tokens > 0 else 0.0
+
+
+def layer_seconds(share: float, cpu: Line, transfer: Line, tokens: float) -> float:
+    """A layer of `tokens` host tokens, `share` of them attended by the CPU while the rest crosses."""
+    return max(cpu.seconds(share * tokens), transfer.seconds((1.0 - share) * tokens))
+
+
+def balanced_share(cpu: Line, transfer: Line, tokens: float) -> float:
+    """The share that takes least time; of equally good ones the least. 0 where the CPU's fixed cost does not pay."""
+    if tokens <= 0:
+        return 0.0
+    together = (transfer.token_s * tokens + transfer.fixed_s - cpu.fixed_s) / (
+        (cpu.token_s + transfer.token_s) * tokens
+    )
+    shares = (0.0, min(max(together, 0.0), 1.0), 1.0)
+    return min(shares, key=lambda share: layer_seconds(share, cpu, transfer, tokens))
+
+
+def cpu_token_seconds(
+    token_bytes: int, flops_per_byte: float, bytes_per_s: float, flops_per_s: float
+) -> float:
+    """Seconds for one token of one layer: its bytes over what memory or arithmetic allows, whichever is less.
+
+    flops_per_byte in bf16: the size of the GQA group; about 30 for absorbed MLA with 16 heads (2 x 16 x (576 + 512) FLOP on
+    1,152 bytes).
+    """
+    return token_bytes / min(bytes_per_s, flops_per_s / flops_per_byte)

@@ -1,0 +1,94 @@
+"""The share follows what is measured: it converges, follows a hog, and neither noise nor a lone outlier moves it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from sglang_inplacekv.feedback import HALF_LIFE_STEPS, Costs, ShareController
+from sglang_inplacekv.roofline import Line, balanced_share
+
+LAYERS, TOKENS = 24, 32768
+CPU, TRANSFER = Line(30e-6, 2048 / 80e9), Line(0.0, 2048 / 50e9)
+
+
+class Host:
+    """A server whose two sides take the times of two lines."""
+
+    def __init__(self, start: float = 0.5) -> None:
+        self.cpu, self.transfer = CPU, TRANSFER
+        self.control = ShareController(start, CPU.fixed_s)
+        self.shares: list[float] = []
+
+    def step(self, tokens: int = TOKENS, noise: Callable[[], float] = lambda: 1.0) -> float:
+        share = self.control.share(tokens)
+        computed = round(share * tokens)
+        self.control.observe(
+            Costs(
+                cpu_s=LAYERS * self.cpu.token_s * computed * noise(),
+                cpu_tokens=LAYERS * computed,
+                transfer_s=LAYERS * self.transfer.token_s * (tokens - computed) * noise(),
+                transfer_tokens=LAYERS * (tokens - computed),
+            )
+        )
+        self.shares.append(share)
+        return share
+
+    def steps(self, count: int, **settings) -> float:
+        for _ in range(count):
+            self.step(**settings)
+        return self.shares[-1]
+
+    def best(self, tokens: int = TOKENS) -> float:
+        return balanced_share(self.cpu, self.transfer, tokens)
+
+
+@pytest.mark.parametrize("start", [0.05, 0.5, 0.95])
+def test_converges_from_anywhere(start: float) -> None:
+    host = Host(start)
+    assert host.steps(6) == pytest.approx(host.best(), abs=0.03)
+
+
+@pytest.mark.parametrize("side", ["cpu", "transfer"])
+def test_follows_a_hog_within_four_half_lives(side: str) -> None:
+    host = Host()
+    before = host.steps(20)
+    line = getattr(host, side)
+    setattr(host, side, Line(line.fixed_s, 2.5 * line.token_s))
+    after = host.steps(4 * HALF_LIFE_STEPS)
+    assert after == pytest.approx(host.best(), abs=0.04)
+    assert after < before - 0.1 if side == "cpu" else after > before + 0.1
+
+
+def test_a_step_far_out_is_followed_only_if_others_follow() -> None:
+    host = Host()
+    before = host.steps(20)
+    host.step(noise=lambda: 50.0)
+    assert host.steps(5) == before
+    host.cpu = Line(CPU.fixed_s, 10 * CPU.token_s)
+    assert host.steps(6 * HALF_LIFE_STEPS) == pytest.approx(host.best(), abs=0.04)
+
+
+def test_noise_does_not_move_it() -> None:
+    host, draw = Host(), random.Random(0)
+    host.steps(20)
+    shares = {host.step(noise=lambda: draw.uniform(0.97, 1.03)) for _ in range(200)}
+    assert len(shares) <= 3, shares
+
+
+def test_grows_with_the_context() -> None:
+    host = Host()
+    host.steps(20)
+    short, long = host.steps(2, tokens=600), host.steps(2, tokens=200_000)
+    assert short < long
+    assert host.steps(1, tokens=200) == 0.0, "the CPU's fixed cost does not pay"
+    assert host.steps(1) == pytest.approx(host.best(), abs=0.03), "and comes back"
+
+
+def test_one_side_alone_changes_nothing() -> None:
+    control = ShareController(0.5, 0.0)
+    for _ in range(10):
+        control.observe(Costs(cpu_s=1.0, cpu_tokens=1000))
+    assert control.share(TOKENS) == 0.5 and control.transfer is None
