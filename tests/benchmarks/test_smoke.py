@@ -41,6 +41,7 @@ def tiny_server(side: str, **settings) -> Iterator[Server]:
         "SGLANG_INPLACEKV_HOST_MEMORY": "16MB",
         "SGLANG_INPLACEKV_GPU_MEMORY": "0tok",
         "SGLANG_INPLACEKV_THREADS": "1",
+        "SGLANG_INPLACEKV_CPU_SHARE": "0.5",
     }
     own = {"backend": "inplacekv", "env": env} if side == OURS else {"page_size": 1}
     with Runner(model, chunked_prefill_size=64, **own | settings) as runner:

@@ -146,7 +146,7 @@ def _record(parts: Mapping[str, Profile], config: str, out: Path) -> None:
     from tests.gpu.servers import recordings  # SGLang takes 10 s to import, which the parent can do without
 
     if not sys.stdin.readline():
-        raise RuntimeError("the process that compares has ended")
+        raise SystemExit(f"[kl] {config}: the process that compares has ended")
     started_s = time.monotonic()
     for part, name, recording in recordings(parts, config):
         seconds, started_s = time.monotonic() - started_s, time.monotonic()
