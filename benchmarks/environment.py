@@ -33,7 +33,7 @@ def environment() -> dict:
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": _first_line(["git", "rev-parse", "--short", "HEAD"]),
+        "commit": _first_line(["git", "describe", "--always", "--dirty"]),
         "command": " ".join(sys.argv),
     }
 

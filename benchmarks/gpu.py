@@ -45,11 +45,11 @@ def run_server(
     setting: ServerSetting, benchmarks: Sequence[str], arguments: argparse.Namespace, budget: Budget
 ) -> str | None:
     """Run a worker to its end, or to the budget's, and return what went wrong."""
-    if budget.left_s < setting.needs_s:
-        return f"skipped: {budget.left_s:.0f} s of the budget left, {setting.needs_s:.0f} s needed"
     for name in benchmarks:  # of an earlier run into the same folder
         for suffix in (".json", ".ended.json"):
             (arguments.out / "parts" / f"{name}.{setting.name}{suffix}").unlink(missing_ok=True)
+    if budget.left_s < setting.needs_s:
+        return f"skipped: {budget.left_s:.0f} s of the budget left, {setting.needs_s:.0f} s needed"
     command = [sys.executable, "-m", "benchmarks.worker", "--server", setting.name]
     command += ["--benchmarks", ",".join(benchmarks), "--out", str(arguments.out.absolute())]
     command += ["--budget-s", f"{budget.left_s:.0f}"]

@@ -38,6 +38,7 @@ class Part:
     budget: Budget
     rows: list[dict] = field(default_factory=list)
     problems: list[dict] = field(default_factory=list)
+    attempted: list[str] = field(default_factory=list)
     finished: bool = False
     began_s: float = field(default_factory=time.monotonic)
 
@@ -51,6 +52,7 @@ class Part:
 
     def attempt(self, what: str, measure: Callable[[], None], *, needs_s: float = 5.0) -> bool:
         """Run `measure` if the budget leaves `needs_s`; whatever it raises is recorded and ends only itself."""
+        self.attempted.append(what)
         if self.budget.left_s < needs_s:
             self._problem(
                 what, f"skipped: {self.budget.left_s:.0f} s of the budget left, {needs_s:.0f} s needed"
@@ -70,7 +72,7 @@ class Part:
         self.save()
 
     def save(self) -> None:
-        names = ("benchmark", "server", "side", "finished", "rows", "problems")
+        names = ("benchmark", "server", "side", "finished", "attempted", "rows", "problems")
         fields = {name: getattr(self, name) for name in names}
         fields["wall_s"] = round(time.monotonic() - self.began_s, 1)
         write_json(self.path, fields)
@@ -106,7 +108,7 @@ def read_parts(folders: Iterable[Path]) -> dict[str, list[dict]]:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         for part in parts:
             for earlier in found.get(part["benchmark"], []):
-                if part["rows"] and earlier["server"] == part["server"]:
+                if earlier["server"] == part["server"]:
                     _supersede(earlier, part)
         for part in parts:
             found.setdefault(part["benchmark"], []).append(part)
@@ -114,10 +116,11 @@ def read_parts(folders: Iterable[Path]) -> dict[str, list[dict]]:
 
 
 def _supersede(earlier: dict, part: dict) -> None:
-    """Drop the rows that `part` has too, and the problems, of which `part` lists what is left."""
+    """Drop the rows that `part` has too, and the problems of what it attempted again: it lists what is left of those."""
     again = {_measured(row) for row in part["rows"]}
     earlier["rows"] = [row for row in earlier["rows"] if _measured(row) not in again]
-    earlier["problems"] = []
+    retried = set(part.get("attempted", ()))
+    earlier["problems"] = [problem for problem in earlier["problems"] if problem["what"] not in retried]
 
 
 def _measured(row: dict) -> tuple:

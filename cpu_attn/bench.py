@@ -20,7 +20,7 @@ from cpu_attn.bench_mla import run as run_mla
 from cpu_attn.executor import Executor
 from cpu_attn.library import default_threads, isa
 from cpu_attn.paged import PagedKV
-from cpu_attn.probe import huge_buffer
+from cpu_attn.probe import hand_over_seconds, huge_buffer
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,22 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def report_hand_over(threads: int, cores: list[int] | None) -> None:
+    """What a job costs that has nothing to do, by whether those who wait for it sleep or spin. One BLAS thread: torch's own
+    threads would share OpenMP's with the team.
+    """
+    torch.set_num_threads(1)
+    for name, spin_s in (("sleeping", 0.0), ("spinning", 2e-3)):
+        with Executor(threads, cores, spin_s=spin_s) as executor:
+            hand_over_seconds(executor)
+            print(
+                f"an empty job, {name} between jobs: {hand_over_seconds(executor) * 1e6:.1f} us", flush=True
+            )
+
+
 def main() -> None:
     arguments = parse()
+    report_hand_over(arguments.threads, arguments.cores)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     with Executor(arguments.threads, arguments.cores) as executor:

@@ -18,6 +18,7 @@ from cpu_attn.paged import PagedKV, PagedLatent, PageTable, check_cpu, check_las
 
 # How long a wait stays in C++ before Python may handle a signal.
 SIGNAL_SLICE_S = 0.1
+MAX_SPIN_S = 1.0
 
 
 class Job:
@@ -83,7 +84,7 @@ class Executor:
 
     Raises:
         ValueError: on fewer than one thread, cores that repeat, do not match `threads` or lie
-            outside this process's affinity, or a spin_s that is no duration.
+            outside this process's affinity, or a spin_s out of range.
     """
 
     _numbers = itertools.count()
@@ -98,8 +99,8 @@ class Executor:
             raise ValueError(f"threads must be at least 1, is {threads}")
         if cores and (len(cores) != threads or len(set(cores)) != threads):
             raise ValueError(f"{threads} threads need as many different cores, got {cores}")
-        if not 0.0 <= spin_s < float("inf"):
-            raise ValueError(f"spin_s must be finite and not negative, is {spin_s}")
+        if not 0.0 <= spin_s <= MAX_SPIN_S:
+            raise ValueError(f"spin_s must be 0 to {MAX_SPIN_S:g} seconds, is {spin_s}")
         foreign = sorted(set(cores) - os.sched_getaffinity(0))
         if foreign:
             raise ValueError(f"cores {foreign} are outside the affinity of this process")

@@ -38,7 +38,7 @@ class InplaceAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self._shape = pool.regions.shape
         self._device = make_device_backend(runner)
-        self._on_gpu = self.req_to_token_pool.req_to_token.is_cuda
+        self._on_gpu = pool.on_gpu
         self._last_layer = pool.start_layer + pool.layer_num - 1
         self._capturing = False
         # Of the decode step whose graph is about to be replayed.

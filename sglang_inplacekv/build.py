@@ -32,8 +32,8 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         )
     config = InplaceConfig.from_env()
     cores = team_cores(config.threads)
-    team = cpu_attn.Executor(cores=cores, spin_s=spin_s(len(cores)))
     device = torch.device(kvc.device).type
+    team = cpu_attn.Executor(cores=cores, spin_s=spin_s(len(cores)) if device == "cuda" else 0.0)
     regions = Regions(config, kv_shape(kvc), planned, team, device)
     pool = (InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool)(
         regions,

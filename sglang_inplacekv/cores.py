@@ -7,12 +7,12 @@ import os
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 
-# Longer than what lies between two layers' jobs, so that a decode wakes no thread.
+# Longer than what lies between two layers' jobs in a step that waits for the CPU.
 _SPIN_S = 2e-3
 
 
 def spin_s(team_threads: int) -> float:
-    """How long to spin before sleeping: not at all where the team has every core, and would be kept from one."""
+    """How long to spin before sleeping, beside a GPU: not at all where the team has every core and would be kept from one."""
     return _SPIN_S if team_threads < cpu_attn.default_threads() else 0.0
 
 

@@ -10,7 +10,6 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from sglang_inplacekv import cpu_host
 from sglang_inplacekv.compat import BACKEND_NAME
 
 
@@ -25,8 +24,9 @@ def _choose_form(attention, forward_batch) -> AttnForwardMethod:
     A decode is absorbed. A prefill on a GPU is expanded, chunk by chunk where it has a prefix: host rows have to cross anyhow.
     SGLang expands with Triton kernels, so a host without a GPU absorbs.
     """
-    if cpu_host.is_cpu_host() or not forward_batch.forward_mode.is_extend():
+    pool = get_token_to_kv_pool()
+    if not pool.on_gpu or not forward_batch.forward_mode.is_extend():
         return _dispatch_mla_subtype(attention, forward_batch)
-    if get_token_to_kv_pool().device_only:
+    if pool.device_only:
         return handle_attention_flashinfer(attention, forward_batch)
     return AttnForwardMethod.MHA_CHUNKED_KV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_inplacekv.compat import BACKEND_NAME
@@ -16,6 +17,7 @@ def check_model(runner) -> None:
     if runner.use_mla_backend:
         # Each MLA layer has a second form, over keys and values that are made from the latent rows; it writes none.
         layers = [(name, layer) for name, layer in layers if layer.tp_k_head_num == 1]
+        _check_mla(runner.model, layers)
     for name, layer in layers:
         _check_layer(name, layer, pool)
     for name, module in runner.model.named_modules():
@@ -31,6 +33,19 @@ def check_model(runner) -> None:
             f"--attention-backend {BACKEND_NAME}: asked a model whose attention layers are {found}, possible is one "
             f"in each of the layers {expected[0]} to {expected[-1]}"
         )
+
+
+def _check_mla(model: torch.nn.Module, layers: list[tuple[str, RadixAttention]]) -> None:
+    """mla.py tells SGLang's DeepSeek attention which form to take; other MLA code does not ask it."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    asked = {id(m.attn_mqa) for m in model.modules() if isinstance(m, DeepseekV2AttentionMLA)}
+    for name, layer in layers:
+        if id(layer) not in asked:
+            raise ConfigError(
+                f"--attention-backend {BACKEND_NAME}: layer {name} asks MLA of its own kind, possible is that of SGLang's "
+                "DeepSeek models"
+            )
 
 
 def _check_layer(name: str, layer: RadixAttention, pool: RegionPool) -> None:

@@ -63,6 +63,10 @@ class RegionPool(KVCache):
     def _row_arguments(self) -> dict[str, Any]:
         """What SGLang's pool class wants to know of a token's row."""
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.regions.device_kv.is_cuda
+
     def all_in_device(self, spans: list[Span]) -> bool:
         """Whether every page of `spans` is homed in D."""
         first_host = self.regions.sizes.first_host_page
@@ -205,6 +209,9 @@ class InplaceMHAPool(RegionPool, MHATokenToKVPool):
 class InplaceMLAPool(RegionPool, MLATokenToKVPool):
     """The latent KV of an MLA model in four regions: one row a token, whose first kv_lora_rank elements are V."""
 
+    _extend_batch: Any = None  # SGLang's ForwardBatch, of an expanded prefill that has prefixes
+    _prefix_rows: torch.Tensor | None = None  # of the layer whose prefixes are attended chunk by chunk
+
     def _row_arguments(self) -> dict[str, Any]:
         shape = self.regions.shape
         return {"kv_lora_rank": shape.out_dim, "qk_rope_head_dim": shape.head_dim - shape.out_dim}
@@ -235,7 +242,7 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
 
     def begin_prefix(self, forward_batch) -> None:
         """An extend attends its prefixes in the chunks that `forward_batch` now names."""
-        self._chunked = forward_batch
+        self._extend_batch = forward_batch
 
     def get_mla_kv_buffer(self, layer, loc, dst_dtype=None) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the prefix chunk that is attended next, as ([tokens, 1, kv_lora_rank], [tokens, 1, rope]).
@@ -244,7 +251,7 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
         """
         if self.device_only:
             return super().get_mla_kv_buffer(layer, loc, dst_dtype)
-        chunk = self._chunked.prefix_chunk_idx
+        chunk = self._extend_batch.prefix_chunk_idx
         if chunk == 0:
             self._prefix_rows = self.executor.read_prefix(layer.layer_id - self.start_layer)
         rows = self._chunk_of(self._prefix_rows, chunk)
@@ -252,18 +259,20 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
             raise RuntimeError(
                 f"layer {layer.layer_id}: a prefix chunk of {len(loc)} tokens, {len(rows)} planned"
             )
-        if chunk == self._chunked.num_prefix_chunks - 1:
+        if chunk == self._extend_batch.num_prefix_chunks - 1:
             self._prefix_rows = None
+            if layer.layer_id == self.end_layer - 1:
+                self._extend_batch = None
         rows = rows.to(dst_dtype or self.dtype).unsqueeze(1)
         return rows[..., : self.kv_lora_rank].contiguous(), rows[..., self.kv_lora_rank :].contiguous()
 
     def _chunk_of(self, rows: torch.Tensor, chunk: int) -> torch.Tensor:
         """Of all prefixes' rows, request after request, those of one chunk."""
-        if self._chunked.num_prefix_chunks == 1:
+        batch = self._extend_batch
+        if batch.num_prefix_chunks == 1:
             return rows
         starts, sizes = (
-            each[chunk].tolist()
-            for each in (self._chunked.prefix_chunk_starts_cpu, self._chunked.prefix_chunk_seq_lens_cpu)
+            each[chunk].tolist() for each in (batch.prefix_chunk_starts_cpu, batch.prefix_chunk_seq_lens_cpu)
         )
         assert self.plan is not None
         prefixes = rows.split([span.prefix for span in self.plan.spans])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cpu_attn import LATENT_WIDTHS, SUPPORTED_HEAD_DIMS, supports_latent
-from sglang_inplacekv import cpu_host
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
 from sglang_inplacekv.cores import team_cores
@@ -112,7 +111,7 @@ def check_resolved(args: Any) -> None:
         )
     check_settings(settings)
     model_config = model_config_of(args)
-    _check_model(settings, model_config, on_cpu=cpu_host.is_cpu_host())
+    _check_model(settings, model_config, on_cpu=_on_cpu(settings))
     check_budgets(settings, model_config)
 
 

@@ -155,7 +155,7 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
         tile_tokens=DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA,
         workspace_bytes=0
         if demand.on_cpu
-        else _workspace_bytes(config, shape, host_bytes, demand.max_running_requests),
+        else _workspace_bytes(config, shape, host_bytes, demand.max_running_requests, demand.context_tokens),
     )
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)
@@ -165,14 +165,22 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
 
 
 def _workspace_bytes(
-    config: InplaceConfig, shape: KVShape, host_bytes_auto: int, max_running_requests: int
+    config: InplaceConfig,
+    shape: KVShape,
+    host_bytes_auto: int,
+    max_running_requests: int,
+    context_tokens: int,
 ) -> int:
-    """What the attention kernels hold on a GPU: shared split results, and a plan for each tile of a layer, in two layouts."""
+    """What the attention kernels hold on a GPU: shared split results, a plan for each tile of a layer, in both layouts where
+    they differ, and the latent rows of a context, which SGLang expands.
+    """
     host_tokens = (config.host_memory_bytes or host_bytes_auto) // shape.token_bytes
     tiles = -(-host_tokens // (config.tile_tokens or DEFAULT_TILE_TOKENS_CUDA))
     captured = max_running_requests // 4 + _SMALL_GRAPHS
-    plan_bytes = PLAN_BYTES_CUDA if shape.value_dim is None else PLAN_BYTES_CUDA_MLA
-    return WORKSPACE_BYTES_CUDA + (2 * tiles + captured) * plan_bytes
+    if shape.value_dim is None:
+        return WORKSPACE_BYTES_CUDA + (2 * tiles + captured) * PLAN_BYTES_CUDA
+    prefix_bytes = context_tokens * shape.token_bytes // shape.layers
+    return WORKSPACE_BYTES_CUDA + (tiles + captured) * PLAN_BYTES_CUDA_MLA + prefix_bytes
 
 
 def _check_stand_in(asked_bytes: int, available_bytes: int) -> None:

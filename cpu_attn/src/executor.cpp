@@ -35,17 +35,18 @@ void relax() {
 
 constexpr int kLooksPerClock = 64;
 
-// Returns as soon as `flag` is set, or after `seconds`.
-void spin(const std::atomic<bool>& flag, double seconds) {
-  if (seconds <= 0.0) return;
+// Returns true as soon as `flag` is set, or false after `seconds`.
+bool spin(const std::atomic<bool>& flag, double seconds) {
+  if (seconds <= 0.0) return false;
   const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                    std::chrono::duration<double>(seconds));
   do {
     for (int i = 0; i < kLooksPerClock; ++i) {
-      if (flag.load(std::memory_order_acquire)) return;
+      if (flag.load(std::memory_order_acquire)) return true;
       relax();
     }
   } while (Clock::now() < end);
+  return false;
 }
 
 }  // namespace
@@ -58,9 +59,10 @@ Job::Job(std::function<void(Team&)> work, double spin_s)
 
 bool Job::wait(double seconds) const {
   check_owner(owner_, "job");
-  spin(settled_, std::min(seconds, spin_s_));
+  const double spun = std::min(seconds, spin_s_);
+  if (spin(settled_, spun)) return true;
   std::unique_lock<std::mutex> lock(mutex_);
-  return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+  return finished_.wait_for(lock, std::chrono::duration<double>(seconds - spun),
                             [this] { return outcome_ != Outcome::kPending; });
 }
 

@@ -77,7 +77,8 @@ class CudaExecutor(Executor):
         self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
         self._workspace = make_workspace()
         self._device, self._in_place = (self._paged_call("NHD") for _ in range(2))
-        self._chunk = ChunkAttention(self._workspace)
+        # An extend over latent rows is SGLang's own affair.
+        self._chunk = ChunkAttention(self._workspace) if shape.value_dim is None else None
         self._tile_attention: dict[str, list[PagedCall]] = {"NHD": [], "HND": []}
         # By number of rows: what captured decodes attend D with, and the geometry they were captured for.
         self._captured: dict[int, PagedCall] = {}
@@ -196,7 +197,7 @@ class CudaExecutor(Executor):
         if table is not None:
             into = [part[:rows] for part in hand.to_compute(forward.rows)]
             arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
-            # The CPU first: it has more to do, and all that the GPU is to do is queued while it does.
+            # Before P's part is queued: that takes the host as long as q takes to arrive.
             hand.await_q()
             if not forward.padded:
                 hand.clear_padding(forward.rows, rows)
@@ -277,6 +278,7 @@ class CudaExecutor(Executor):
     ) -> None:
         q = q.contiguous()
         self._plan_once(q, scale)
+        assert self._chunk is not None
         parts = [self._chunk.run(q, k.contiguous(), v.contiguous())]
         if not self._device.empty:
             parts.append(self._device.run(q, self._device_pages(layer)))
@@ -308,7 +310,7 @@ class CudaExecutor(Executor):
         # FlashInfer's plan leaves through pinned memory, which the next plan overwrites.
         self._planning.synchronize()
         geometry = self._geometry_of(q, scale)
-        if not forward.plan.is_decode:
+        if not forward.plan.is_decode and self._chunk is not None:
             self._chunk.plan(geometry, forward.row_counts.tolist())
         if not forward.replayed:
             self._device.plan(geometry, self._device_lists(forward))

@@ -49,22 +49,15 @@ class HandOver:
         return self._split(self._host, rows)
 
     def begin(self, rows: int, *, computed: bool, transferred: bool) -> None:
-        """Before the first layer of a decode of `rows` rows: a region that is not read is an empty state for all layers.
-
-        What an earlier decode of another size left is overwritten, since an infinity where a value is read would turn a weight
-        of zero into NaN.
-        """
+        """Before the first layer of a decode of `rows` rows: a region that is not read is an empty state for all layers."""
         if not computed:
-            out, lse = self.computed(rows)
-            out.zero_()
-            lse.fill_(-torch.inf)
+            self.computed(rows)[1].fill_(-torch.inf)
         if not transferred:
             self.transferred(rows)[1].fill_(-torch.inf)
 
     def clear_padding(self, rows: int, real_rows: int) -> None:
-        """Make the rows of `to_compute` that no request has finite. Once a forward, after its first await_q."""
-        for part in self.to_compute(rows):
-            part[real_rows:].zero_()
+        """Make the rows of `to_compute` that no request has empty. Once a forward, after its first await_q."""
+        self.to_compute(rows)[1][real_rows:] = -torch.inf
 
     def _split(self, buffer: torch.Tensor, rows: int) -> State:
         heads, out_dim = self._shape

@@ -25,6 +25,14 @@ def _fold(out, lse, part, part_lse):
 
 
 @triton.jit
+def _load(out, lse, inside, real):
+    """An empty state's value is not looked at: it may be in host memory, and may be anything."""
+    weight = tl.load(lse, mask=real, other=-float("inf"))
+    taken = inside & (weight > -float("inf"))[:, None]
+    return tl.load(out, mask=taken, other=0.0).to(tl.float32), weight
+
+
+@triton.jit
 def _merge(
     out,
     lse,
@@ -46,14 +54,13 @@ def _merge(
     real = row < rows
     inside = real[:, None] & (column < head_dim)[None, :]
     place = row.to(tl.int64)[:, None] * head_dim + column[None, :]
-    value = tl.load(out_a + place, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(lse_a + row, mask=real, other=-float("inf"))
+    value, weight = _load(out_a + place, lse_a + row, inside, real)
     if PARTS >= 2:
-        part = tl.load(out_b + place, mask=inside, other=0.0).to(tl.float32)
-        value, weight = _fold(value, weight, part, tl.load(lse_b + row, mask=real, other=-float("inf")))
+        part, part_weight = _load(out_b + place, lse_b + row, inside, real)
+        value, weight = _fold(value, weight, part, part_weight)
     if PARTS >= 3:
-        part = tl.load(out_c + place, mask=inside, other=0.0).to(tl.float32)
-        value, weight = _fold(value, weight, part, tl.load(lse_c + row, mask=real, other=-float("inf")))
+        part, part_weight = _load(out_c + place, lse_c + row, inside, real)
+        value, weight = _fold(value, weight, part, part_weight)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
     if STORE_LSE:
         tl.store(lse + row, weight, mask=real)
@@ -63,7 +70,7 @@ def merge(out: torch.Tensor, parts: Sequence[State], lse: torch.Tensor | None = 
     """Merge up to three partial states into `out` and, if given, `lse`; none gives zeros.
 
     out [rows, heads, head_dim] contiguous, any float dtype; each part has out of the same shape, any float dtype, and lse
-    [rows, heads] fp32, both contiguous. An empty state has lse -inf and finite out. Accumulates in fp32.
+    [rows, heads] fp32, both contiguous. An empty state has lse -inf; its out may be anything. Accumulates in fp32.
     """
     if parts:
         _launch(out, lse, parts)

@@ -25,36 +25,32 @@ class PrefixGather:
         page_size: int,
         to_device: Callable[[np.ndarray], torch.Tensor],
     ) -> None:
-        sizes = [span.prefix for span in plan.spans]
-        self.starts = np.concatenate(([0], np.cumsum(sizes))).tolist()  # of each request, and the end
-        next_row = list(self.starts[:-1])
-        self._readers: list[
-            list[tuple[int, torch.Tensor]]
-        ] = []  # of each tile: first row, places in the tile
+        starts = np.cumsum([0, *(span.prefix for span in plan.spans)]).tolist()
+        self.tokens, next_row = starts[-1], starts[:-1]
+        # Of each tile: where a request's rows begin, and the places of its pages in the tile.
+        self._readers: list[list[tuple[int, torch.Tensor]]] = []
         for tile in tiles:
-            own = []
+            readers = []
             for request, places in tile.readers:
-                own.append((next_row[request], to_device(places.numpy())))
+                readers.append((next_row[request], to_device(places.numpy())))
                 next_row[request] += len(places) * page_size
-            self._readers.append(own)
+            self._readers.append(readers)
         slots = [reads.device_slots(page_size) for reads in plan.reads]
         rows = [np.arange(first, first + len(own)) for first, own in zip(next_row, slots, strict=True)]
-        found = [first + len(own) for first, own in zip(next_row, slots, strict=True)]
-        if found != self.starts[1:]:
-            raise RuntimeError(
-                f"{plan.who}: prefixes end at rows {self.starts[1:]}, planned reads at {found}"
-            )
-        self._slots = to_device(np.concatenate(slots)) if any(map(len, slots)) else None
-        self._rows = to_device(np.concatenate(rows))
-
-    @property
-    def tokens(self) -> int:
-        return self.starts[-1]
+        ends = [first + len(own) for first, own in zip(next_row, slots, strict=True)]
+        if ends != starts[1:]:
+            raise RuntimeError(f"{plan.who}: prefixes end at rows {starts[1:]}, planned reads at {ends}")
+        self._in_device = (
+            (to_device(np.concatenate(rows)), to_device(np.concatenate(slots)))
+            if any(map(len, slots))
+            else None
+        )
 
     def from_device(self, rows: torch.Tensor, source: torch.Tensor) -> None:
         """Fill what comes from D. rows [tokens, width]; source [slots, width]."""
-        if self._slots is not None:
-            rows.index_copy_(0, self._rows, source[self._slots])
+        if self._in_device is not None:
+            own, slots = self._in_device
+            rows.index_copy_(0, own, source[slots])
 
     def from_tile(self, rows: torch.Tensor, index: int, pages: torch.Tensor) -> None:
         """Fill what comes from tile `index`. pages [tile_pages, page_size, width]."""

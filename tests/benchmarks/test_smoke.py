@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -196,13 +197,15 @@ def test_what_was_measured_again_counts_from_the_last_folder(tmp_path: Path) -> 
     first, ended, again = part("1", "prefill"), part("1", "prefill.ended"), part("2", "prefill")
     for tokens in (8192, 65536):
         first.row(tokens=tokens, homes="host, share 0", tokens_per_s=Spread.of([1.0]))
-    ended.attempt("server", lambda: 1 / 0)
-    again.row(tokens=8192, homes="host, share 0", tokens_per_s=Spread.of([2.0]))
+    for what in ("8192, host, share 0", "131072, host, share 0"):
+        ended.attempt(what, lambda: 1 / 0)
+    measured_again = partial(again.row, tokens=8192, homes="host, share 0", tokens_per_s=Spread.of([2.0]))
+    again.attempt("8192, host, share 0", measured_again)
     parts = read_parts([tmp_path / "1", tmp_path / "2"])["prefill"]
     found = {row["tokens"]: row["tokens_per_s"].median for row in rows_of(parts)}
     assert found == {8192: 2.0, 65536: 1.0} and len(rows_of(parts)) == 2
-    assert not any(part["problems"] for part in parts)
-    assert any(part["problems"] for part in read_parts([tmp_path / "1"])["prefill"])
+    left = [problem["what"] for part in parts for problem in part["problems"]]
+    assert left == ["131072, host, share 0"], "what was not attempted again still failed"
 
 
 def test_report_tells_ratio_bound_and_winner(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_spinning_executor(pause_s: float) -> None:
 
 
 def test_spinning_ends_in_time(slow_case: Case) -> None:
-    with Executor(1, spin_s=600.0) as team:
+    with Executor(1, spin_s=1.0) as team:
         job = team.submit_paged_decode(slow_case.q, slow_case.kv, slow_case.table, 1.0)
         with pytest.raises(TimeoutError):
             job.wait(0.001)
@@ -179,8 +179,8 @@ def test_bad_teams() -> None:
         Executor(2, cores=[core, core])
     with pytest.raises(ValueError, match="outside the affinity"):
         Executor(cores=[100_000])
-    for spin_s in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="spin_s must be finite"):
+    for spin_s in (-1.0, 2.0, float("nan")):
+        with pytest.raises(ValueError, match="spin_s must be 0 to 1 seconds"):
             Executor(1, spin_s=spin_s)
 
 

@@ -17,7 +17,10 @@ from tests.harness import Runner
 COMPUTE = "compute"  # the current stream of the model's forwards
 STREAMS = {"copy": "_copy_stream", "write": "_write_stream", "flush": "_flush_stream"}
 DELAY_CYCLES = 2_000_000  # about 1 ms: fifty times what a kernel or copy of these tests takes
-_COMPUTE_CALLS = ("write_layer", "write_decoded", "decode_device", "decode_host", "extend", "end_forward")
+_COMPUTE_CALLS = (
+    *("write_layer", "write_decoded", "decode_device", "decode_host", "decode_merge"),
+    *("extend", "end_forward"),
+)
 
 
 @dataclass

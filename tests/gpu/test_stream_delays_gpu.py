@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
+from sglang_inplacekv.executors.hand_over import HandOver
 from sglang_inplacekv.models import write_config
 from tests.gpu.configurations import Profile
 from tests.gpu.delays import COMPUTE, STREAMS, late, noted_plans
@@ -68,6 +70,14 @@ def test_late_stream_changes_nothing(plain: Undisturbed, name: str) -> None:
     divergence = kl(recording, plain.recording).everywhere
     print(f"{name} late: same plans {plans == plain.plans}, {divergence}")
     assert divergence.within(plain.rounding, FACTOR), (divergence, plain.rounding)
+
+
+def test_queries_that_are_not_awaited_show(plain: Undisturbed) -> None:
+    """The CPU attends with what was in the buffer before."""
+    with late(plain.runner, COMPUTE), mock.patch.object(HandOver, "await_q", return_value=None):
+        recording, _ = run(plain.runner, plain.profile)
+    if recording.hidden.isfinite().all():
+        assert kl(recording, plain.recording).decode.median > 10 * FACTOR * plain.rounding.median
 
 
 def test_missing_wait_shows(plain: Undisturbed) -> None:

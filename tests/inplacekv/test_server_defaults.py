@@ -178,8 +178,10 @@ def test_latent_width_on_a_gpu(tmp_path: Path) -> None:
 def test_mla_on_a_gpu_needs_the_chunked_prefix(tmp_path: Path) -> None:
     model = deepseek(tmp_path, kv_lora_rank=128, qk_rope_head_dim=64)
     check_on_gpu(model)
-    with pytest.raises(ConfigError, match="--disable-chunked-prefix-cache: asked True, possible .* is unset"):
-        check_on_gpu(model, disable_chunked_prefix_cache=True)
+    for field in ("disable_chunked_prefix_cache", "flashinfer_mla_disable_ragged"):
+        flag = "--" + field.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"{flag}: asked True, possible .* is unset"):
+            check_on_gpu(model, **{field: True})
 
 
 def test_hybrid_sliding_window(tmp_path: Path) -> None:

@@ -89,10 +89,17 @@ def test_workspaces_grow_with_what_a_layer_streams() -> None:
 
     def plans(host_tokens: int, requests: int) -> float:
         config = InplaceConfig(tile_tokens=256, host_memory_bytes=host_tokens * shape.token_bytes)
-        nbytes = sizing._workspace_bytes(config, shape, 0, requests)
+        nbytes = sizing._workspace_bytes(config, shape, 0, requests, context_tokens=4096)
         return (nbytes - WORKSPACE_BYTES_CUDA) / PLAN_BYTES_CUDA
 
     assert plans(1025, 32) - plans(1024, 32) == 2
     assert plans(2048, 32) - plans(1024, 32) == 2 * 4
     for requests, sizes in ((32, 8), (128, 20), (256, 36)):  # that SGLang captures
         assert plans(256, requests) - 2 >= sizes + 2  # and D of eager forwards, and T read in place
+
+
+def test_workspaces_of_latent_rows_hold_a_context() -> None:
+    shape = KVShape(2, 1, 576, torch.bfloat16, 16, value_dim=512)
+    config = InplaceConfig(tile_tokens=256, host_memory_bytes=1024 * shape.token_bytes)
+    short, long = (sizing._workspace_bytes(config, shape, 0, 32, tokens) for tokens in (1000, 3000))
+    assert long - short == 2000 * 576 * 2
