@@ -13,6 +13,8 @@ _WARM_UP_STEPS = 3
 _OUTLIER, _OUTLIERS_IN_A_ROW = 3.0, 4
 # A share as good as this does not move: plans and tiles stay as they were.
 _HYSTERESIS = 0.02
+# A side that had nothing to do for so long is measured anew: what made it slow may be over.
+_RETRY_STEPS = 500
 
 
 @dataclass
@@ -54,15 +56,29 @@ class ShareController:
 
     def __init__(self, start: float, cpu_fixed_s: float) -> None:
         """start: the share until both sides have been measured. cpu_fixed_s: of handing a layer to the team and back."""
-        self.target = start
+        self.target = self._start = start
         self._cpu_fixed_s = cpu_fixed_s
         self._cpu, self._transfer = MovingAverage(), MovingAverage()
+        self._idle_steps = 0  # in a row, of one side alone
 
     def observe(self, costs: Costs) -> None:
         if costs.cpu_tokens:
             self._cpu.add(costs.cpu_s / costs.cpu_tokens)
         if costs.transfer_tokens:
             self._transfer.add(costs.transfer_s / costs.transfer_tokens)
+        self._retry(costs)
+
+    def _retry(self, costs: Costs) -> None:
+        """Forget a side that has long had nothing to do, and start again."""
+        one_side = bool(costs.cpu_tokens) != bool(costs.transfer_tokens)
+        self._idle_steps = self._idle_steps + 1 if one_side else 0
+        if self._idle_steps < _RETRY_STEPS:
+            return
+        self._idle_steps, self.target = 0, self._start
+        if costs.cpu_tokens:
+            self._transfer = MovingAverage()
+        else:
+            self._cpu = MovingAverage()
 
     @property
     def cpu(self) -> Line | None:

@@ -10,7 +10,7 @@ import pytest
 from sglang_inplacekv.feedback import HALF_LIFE_STEPS, Costs, ShareController
 from sglang_inplacekv.roofline import Line, balanced_share
 
-LAYERS, TOKENS = 24, 32768
+LAYERS, TOKENS, PAGE = 24, 32768, 256
 CPU, TRANSFER = Line(30e-6, 2048 / 80e9), Line(0.0, 2048 / 50e9)
 
 
@@ -24,7 +24,7 @@ class Host:
 
     def step(self, tokens: int = TOKENS, noise: Callable[[], float] = lambda: 1.0) -> float:
         share = self.control.share(tokens)
-        computed = round(share * tokens)
+        computed = min(tokens, round(share * tokens / PAGE) * PAGE)
         self.control.observe(
             Costs(
                 cpu_s=LAYERS * self.cpu.token_s * computed * noise(),
@@ -85,6 +85,20 @@ def test_grows_with_the_context() -> None:
     assert short < long
     assert host.steps(1, tokens=200) == 0.0, "the CPU's fixed cost does not pay"
     assert host.steps(1) == pytest.approx(host.best(), abs=0.03), "and comes back"
+
+
+@pytest.mark.parametrize("side", ["cpu", "transfer"])
+def test_a_side_that_was_given_up_is_tried_again(side: str) -> None:
+    """A hog so heavy that the other side does better alone leaves; nobody measures the idle side meanwhile."""
+    host, tokens = Host(), 32 * PAGE
+    host.steps(20, tokens=tokens)
+    line, alone = getattr(host, side), 0.0 if side == "cpu" else 1.0
+    setattr(host, side, Line(line.fixed_s, 2000 * line.token_s))
+    host.steps(20 * HALF_LIFE_STEPS, tokens=tokens)
+    assert host.shares[-1] == pytest.approx(alone, abs=PAGE / tokens / 2)
+    setattr(host, side, line)
+    host.steps(600, tokens=tokens)
+    assert host.shares[-1] == pytest.approx(host.best(tokens), abs=0.05)
 
 
 def test_one_side_alone_changes_nothing() -> None:
