@@ -169,10 +169,10 @@ class InplaceConfig:
         tile = knob["TILE_TOKENS"]
         timeout = knob["WAIT_TIMEOUT_S"]
         return cls(
-            host_memory_bytes=_parse_size("--inplacekv-host-memory", text["host-memory"]),
+            host_memory_bytes=parse_size("--inplacekv-host-memory", text["host-memory"]),
             gpu_memory_bytes=None
             if gpu_tokens is not None
-            else _parse_size("--inplacekv-gpu-memory", text["gpu-memory"]),
+            else parse_size("--inplacekv-gpu-memory", text["gpu-memory"]),
             gpu_memory_tokens=gpu_tokens,
             cpu_share=_parse_share(text["cpu-share"]),
             policy=text["policy"],
@@ -189,7 +189,8 @@ class InplaceConfig:
         )
 
 
-def _parse_size(option: str, text: str) -> int | None:
+def parse_size(option: str, text: str) -> int | None:
+    """Bytes, or None for auto. Raises ConfigError naming `option`."""
     if text.lower() == "auto":
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.lower())

@@ -39,6 +39,11 @@ def balanced_share(cpu: Line, transfer: Line, tokens: float) -> float:
     return min(shares, key=lambda share: layer_seconds(share, cpu, transfer, tokens))
 
 
+def break_even_tokens(cpu: Line, transfer: Line) -> float:
+    """Host tokens of a step below which the CPU gets none: its fixed cost alone exceeds what crossing takes."""
+    return max(0.0, (cpu.fixed_s - transfer.fixed_s) / transfer.token_s)
+
+
 def cpu_token_seconds(
     token_bytes: int, flops_per_byte: float, bytes_per_s: float, flops_per_s: float
 ) -> float:

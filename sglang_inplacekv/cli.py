@@ -1,0 +1,127 @@
+"""`inplacekv plan`: what contexts would cost here. `inplacekv doctor`: what this host has, what it lacks, what to set."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import cpu_attn
+from sglang_inplacekv.config import ConfigError, parse_size
+from sglang_inplacekv.cores import spin_s, team_cores
+from sglang_inplacekv.doctor import examine
+from sglang_inplacekv.host_rates import measure_cpu, measure_link
+from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
+from sglang_inplacekv.roofline import Line, break_even_tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. 0, 1 if the doctor finds something missing, 2 on bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inplacekv", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="plan|doctor")
+    plan = commands.add_parser("plan", help="memory, share and decode time of contexts of a model")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    plan.add_argument("--context", type=_numbers, default=[8192, 32768, 131072], help="tokens, as 8192,32768")
+    plan.add_argument("--batch", type=_numbers, default=[1, 4, 16, 32], help="requests, as 1,4,16")
+    plan.add_argument("--page-size", type=int, default=256)
+    plan.add_argument("--gpu-memory", default="0B", metavar="SIZE", help="of D homes alone, as 4GB")
+    plan.add_argument("--cpu-gbps", type=float, help="KV that CPU attention reads a second; else measured")
+    plan.add_argument("--link-gbps", type=float, help="to the GPU; else measured, if there is a GPU")
+    plan.add_argument("--step-ms", type=float, default=0.0, help="a step with all KV in GPU memory")
+    doctor = commands.add_parser("doctor", help="what this host has and what it lacks")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError("numbers from 1")
+    return numbers
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    model = read_model(arguments.model, arguments.page_size)
+    device_bytes = parse_size("--gpu-memory", arguments.gpu_memory)
+    if device_bytes is None:
+        raise ConfigError("--gpu-memory: asked auto, possible is a size such as 4GB")
+    cpu, transfer = _cpu_line(model, arguments), Line(0.0, model.layer_token_bytes / _link(arguments))
+    print(
+        f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token, {model.shape.layers} layers; CPU attention "
+        f"{model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and {cpu.fixed_s * 1e6:.0f} us a layer, link "
+        f"{model.layer_token_bytes / transfer.token_s / 1e9:.1f} GB/s; the CPU pays from "
+        f"{break_even_tokens(cpu, transfer):.0f} host tokens a step"
+    )
+    print(
+        f"{'batch x context':>20} {'host GB':>9} {'share':>6} {'step ms':>9} {'tokens/s':>9}  over transfer, CPU"
+    )
+    for batch in arguments.batch:
+        for context in arguments.context:
+            rest_s = arguments.step_ms / 1e3
+            print(_row(predict(model, cpu, transfer, batch, context, device_bytes, rest_s)))
+    print("Both sides at full rate at once; where they share memory bandwidth a step takes longer.")
+    return 0
+
+
+def _row(found: Prediction) -> str:
+    shape = f"{found.batch} x {found.context}"
+    gains = [
+        f"{other / found.step_s:.2f}" if found.step_s else "-" for other in (found.transfer_s, found.cpu_s)
+    ]
+    rate = f"{found.tokens_per_s:.1f}" if found.step_s else "-"
+    return (
+        f"{shape:>20} {found.host_bytes / 1e9:9.2f} {found.share:6.2f} {found.step_s * 1e3:9.2f} {rate:>9}"
+        f"  {', '.join(gains)}"
+    )
+
+
+def _cpu_line(model: ModelKV, arguments: argparse.Namespace) -> Line:
+    cores = team_cores(None)
+    spin = spin_s(len(cores)) if torch.cuda.is_available() else 0.0  # as a server's team
+    with cpu_attn.Executor(cores=cores, spin_s=spin) as team:
+        if arguments.cpu_gbps is not None:
+            rate = _positive("--cpu-gbps", arguments.cpu_gbps) * 1e9
+            return Line(cpu_attn.hand_over_seconds(team), model.layer_token_bytes / rate)
+        return measure_cpu(model, team)
+
+
+def _link(arguments: argparse.Namespace) -> float:
+    if arguments.link_gbps is not None:
+        return _positive("--link-gbps", arguments.link_gbps) * 1e9
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--link-gbps: unset, and this host has no GPU to measure: possible is a rate such as 50"
+        )
+    return measure_link()
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{option}: asked {value:g}, possible is a rate above 0")
+    return value
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = examine()
+    for finding in findings:
+        print(f"{'ok  ' if finding.advice is None else 'LOOK'} {finding.what}: {finding.found}")
+        if finding.advice is not None:
+            print(f"     {finding.advice}")
+    return int(any(finding.advice is not None for finding in findings))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""`inplacekv plan` and `inplacekv doctor`."""
+
+from __future__ import annotations
+
+import json
+import resource
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_inplacekv import cli, doctor
+from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
+from sglang_inplacekv.planning import predict, read_model
+from sglang_inplacekv.roofline import Line
+
+RATES = ["--cpu-gbps", "84", "--link-gbps", "52"]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config("qwen3_30b_a3b", tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def test_plan_of_qwen3(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", str(qwen3), *RATES, "--batch", "32", "--context", "32768"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("96.0 KiB of KV a token, 48 layers; CPU attention 84.0 GB/s")
+    row = next(line for line in out.splitlines() if line.strip().startswith("32 x 32768")).split()
+    # 2**20 tokens of 96 KiB; the bandwidths' shares; the sum of both.
+    assert row[3:5] == ["103.08", "0.62"]
+    assert float(row[5]) == pytest.approx(103.08e3 / 136, rel=0.01)
+
+
+def test_what_fits_the_gpu_is_not_on_the_host(qwen3: Path) -> None:
+    model, cpu, transfer = read_model(qwen3, 256), Line(0.0, 1e-8), Line(0.0, 2e-8)
+    page = model.shape.page_bytes
+    found = predict(model, cpu, transfer, 2, 1000, 3 * page, 0.001)
+    assert found.host_bytes == (2 * 4 - 3) * page
+    assert predict(model, cpu, transfer, 2, 1000, 8 * page, 0.001).step_s == 0.001
+    assert found.share == pytest.approx(2 / 3)
+    assert found.step_s == pytest.approx(0.001 + 48 * 5 * 256 * 2e-8 / 3)
+    assert found.transfer_s > found.step_s < found.cpu_s
+
+
+def test_plan_of_a_latent_model(tmp_path: Path) -> None:
+    model = read_model(write_config("deepseek_v2_lite", tmp_path / "v2"), 256)
+    assert (model.shape.kv_heads, model.shape.head_dim, model.shape.value_dim) == (1, 576, 512)
+    assert model.layer_token_bytes == 1152 and model.q_heads == 16
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])
+def test_plan_measures_the_cpu(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny(kind, checkpoint_path(f"tiny-{kind}"))
+    assert cli.main(["plan", "--model", str(model), "--link-gbps", "1", "--batch", "4"]) == 0
+    rate = float(capsys.readouterr().out.split("CPU attention ")[1].split()[0])
+    assert 0.1 < rate < 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "/nowhere", *RATES], "--model: asked /nowhere, possible is a folder with a config.json"),
+        (["--cpu-gbps", "-1", "--link-gbps", "1"], "--cpu-gbps: asked -1, possible is a rate above 0"),
+        (["--cpu-gbps", "1", "--link-gbps", "nan"], "--link-gbps: asked nan, possible is a rate above 0"),
+        (["--gpu-memory", "auto", *RATES], "--gpu-memory: asked auto, possible is a size such as 4GB"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    arguments: list[str], line: str, qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if "--model" in arguments else ["--model", str(qwen3)]
+    assert cli.main(["plan", *model, *arguments]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a link to measure")
+def test_no_link_to_measure(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", str(qwen3), "--cpu-gbps", "1"]) == 2
+    assert "--link-gbps: unset, and this host has no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [({"num_hidden_layers": 2}, "has no num_attention_heads"), ({"dtype": "int4"}, "has dtype int4")],
+)
+def test_a_config_that_does_not_tell(
+    fields: dict, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = {} if "num_hidden_layers" in fields else {"num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(heads | fields))
+    assert cli.main(["plan", "--model", str(tmp_path), *RATES]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_doctor_of_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor"])
+    out = capsys.readouterr().out
+    assert code == ("LOOK" in out)
+    assert "ok   SGLang: " in out and "ok   plugin: registered" in out and "host memory: " in out
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "well"),
+    [
+        ("always [madvise] never", "madvise", True),
+        ("[always] madvise never", "always", True),
+        ("always madvise [never]", "never", False),
+        (None, "unknown", False),
+    ],
+)
+def test_doctor_on_huge_pages(text: str | None, found: str, well: bool, tmp_path: Path) -> None:
+    path = tmp_path / "enabled"
+    if text is not None:
+        path.write_text(text)
+    finding = doctor.huge_pages(path)
+    assert finding.found == found and (finding.advice is None) == well
+
+
+def test_doctor_on_the_rest() -> None:
+    assert doctor.cores(15, 16, has_gpu=True).advice is None
+    assert doctor.cores(16, 16, has_gpu=True).advice is not None
+    assert doctor.cores(2, 2, has_gpu=False).advice is None
+    assert doctor.locked_memory(resource.RLIM_INFINITY).advice is None
+    assert doctor.locked_memory(65536).advice is not None
+    with mock.patch.object(doctor, "version", side_effect=PackageNotFoundError):
+        assert doctor.sglang().found == "not installed" and doctor.sglang().advice is not None
+    with mock.patch.object(doctor, "entry_points", return_value=[]):
+        assert doctor.plugin().advice is not None
