@@ -17,60 +17,77 @@ from sglang_inplacekv.host_rates import measure_cpu, measure_link
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
 from sglang_inplacekv.roofline import Line, break_even_tokens
 
+_PAGE_SIZES, _COUNTS, _RATES = (2, 65536), (1, 10**9), (1e-3, 1e6)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. 0, 1 if the doctor finds something missing, 2 on bad input."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
-    except ConfigError as error:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inplacekv", description=__doc__)
+    parser = argparse.ArgumentParser(prog="inplacekv", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="plan|doctor")
-    plan = commands.add_parser("plan", help="memory, share and decode time of contexts of a model")
+    plan = commands.add_parser(
+        "plan", help="memory, share and decode time of contexts of a model", allow_abbrev=False
+    )
     plan.set_defaults(run=_plan)
     plan.add_argument("--model", type=Path, required=True, help="folder with a config.json")
-    plan.add_argument("--context", type=_numbers, default=[8192, 32768, 131072], help="tokens, as 8192,32768")
-    plan.add_argument("--batch", type=_numbers, default=[1, 4, 16, 32], help="requests, as 1,4,16")
-    plan.add_argument("--page-size", type=int, default=256)
+    plan.add_argument("--context", default="8192,32768,131072", help="tokens (default %(default)s)")
+    plan.add_argument("--batch", default="1,4,16,32", help="requests (default %(default)s)")
+    plan.add_argument("--page-size", default="256")
     plan.add_argument("--gpu-memory", default="0B", metavar="SIZE", help="of D homes alone, as 4GB")
-    plan.add_argument("--cpu-gbps", type=float, help="KV that CPU attention reads a second; else measured")
-    plan.add_argument("--link-gbps", type=float, help="to the GPU; else measured, if there is a GPU")
-    plan.add_argument("--step-ms", type=float, default=0.0, help="a step with all KV in GPU memory")
-    doctor = commands.add_parser("doctor", help="what this host has and what it lacks")
+    plan.add_argument("--cpu-gbps", help="KV that CPU attention reads a second; else measured")
+    plan.add_argument("--link-gbps", help="to the GPU; else measured, if there is a GPU")
+    plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
+    doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
     return parser
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError("numbers from 1")
-    return numbers
+def _number(option: str, text: str, least: float, most: float, kind: type = float):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        word = "whole number" if kind is int else "number"
+        raise ConfigError(f"{option}: asked {text[:40]!r}, possible is a {word} from {least:g} to {most:g}")
+    return value
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    return [_number(option, part, *_COUNTS, int) for part in text.split(",")]
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    model = read_model(arguments.model, arguments.page_size)
+    batches = _numbers("--batch", arguments.batch)
+    contexts = _numbers("--context", arguments.context)
+    rest_s = _number("--step-ms", arguments.step_ms, 0, 1e6) / 1e3
     device_bytes = parse_size("--gpu-memory", arguments.gpu_memory)
     if device_bytes is None:
         raise ConfigError("--gpu-memory: asked auto, possible is a size such as 4GB")
-    cpu, transfer = _cpu_line(model, arguments), Line(0.0, model.layer_token_bytes / _link(arguments))
+    model = read_model(arguments.model, _number("--page-size", arguments.page_size, *_PAGE_SIZES, int))
+    transfer = Line(0.0, model.layer_token_bytes / _link(arguments))
+    cpu = _cpu_line(model, arguments)
     print(
-        f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token, {model.shape.layers} layers; CPU attention "
-        f"{model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and {cpu.fixed_s * 1e6:.0f} us a layer, link "
-        f"{model.layer_token_bytes / transfer.token_s / 1e9:.1f} GB/s; the CPU pays from "
-        f"{break_even_tokens(cpu, transfer):.0f} host tokens a step"
+        f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token ({str(model.shape.dtype).removeprefix('torch.')}), "
+        f"{model.shape.layers} layers; CPU attention {model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and "
+        f"{cpu.fixed_s * 1e6:.0f} us a layer, link {model.layer_token_bytes / transfer.token_s / 1e9:.1f} GB/s; the CPU "
+        f"pays from {break_even_tokens(cpu, transfer):.0f} host tokens a step"
     )
     print(
         f"{'batch x context':>20} {'host GB':>9} {'share':>6} {'step ms':>9} {'tokens/s':>9}  over transfer, CPU"
     )
-    for batch in arguments.batch:
-        for context in arguments.context:
-            rest_s = arguments.step_ms / 1e3
+    for batch in batches:
+        for context in contexts:
             print(_row(predict(model, cpu, transfer, batch, context, device_bytes, rest_s)))
     print("Both sides at full rate at once; where they share memory bandwidth a step takes longer.")
     return 0
@@ -91,27 +108,25 @@ def _row(found: Prediction) -> str:
 def _cpu_line(model: ModelKV, arguments: argparse.Namespace) -> Line:
     cores = team_cores(None)
     spin = spin_s(len(cores)) if torch.cuda.is_available() else 0.0  # as a server's team
-    with cpu_attn.Executor(cores=cores, spin_s=spin) as team:
-        if arguments.cpu_gbps is not None:
-            rate = _positive("--cpu-gbps", arguments.cpu_gbps) * 1e9
+    asked = arguments.cpu_gbps
+    rate = None if asked is None else _number("--cpu-gbps", asked, *_RATES) * 1e9
+    try:
+        with cpu_attn.Executor(cores=cores, spin_s=spin) as team:
+            if rate is None:
+                return measure_cpu(model, team)
             return Line(cpu_attn.hand_over_seconds(team), model.layer_token_bytes / rate)
-        return measure_cpu(model, team)
+    except RuntimeError as error:  # no library, or one of another version
+        raise ConfigError(f"CPU attention does not run here: {error}") from error
 
 
 def _link(arguments: argparse.Namespace) -> float:
     if arguments.link_gbps is not None:
-        return _positive("--link-gbps", arguments.link_gbps) * 1e9
+        return _number("--link-gbps", arguments.link_gbps, *_RATES) * 1e9
     if not torch.cuda.is_available():
         raise ConfigError(
             "--link-gbps: unset, and this host has no GPU to measure: possible is a rate such as 50"
         )
     return measure_link()
-
-
-def _positive(option: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{option}: asked {value:g}, possible is a rate above 0")
-    return value
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

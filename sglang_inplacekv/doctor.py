@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -58,7 +59,10 @@ def plugin() -> Finding:
 
 
 def instruction_set() -> Finding:
-    found, supported = cpu_attn.isa(), cpu_attn.supported_isas()
+    try:
+        found, supported = cpu_attn.isa(), cpu_attn.supported_isas()
+    except RuntimeError as error:
+        return Finding("CPU attention", "does not run", str(error))
     advice = None if found != "scalar" else "this CPU has no AVX2: attention on it will be slow"
     return Finding("CPU attention", f"{found}, possible are {', '.join(supported)}", advice)
 
@@ -72,8 +76,12 @@ def cores(team: int, usable: int, has_gpu: bool) -> Finding:
 
 def huge_pages(path: Path) -> Finding:
     """`always [madvise] never`: the chosen one stands in brackets."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    chosen = re.search(r"\[(\w+)\]", text)
+    found = chosen.group(1) if chosen else "unknown"
     advice = f"echo madvise > {path}: without huge pages the CPU reads its KV more slowly"
     return Finding("huge pages", found, None if found in ("always", "madvise") else advice)
 
@@ -93,5 +101,7 @@ def locked_memory(limit_bytes: int) -> Finding:
     """The T region is pinned: the process may need to lock as much as --inplacekv-host-memory."""
     if limit_bytes == resource.RLIM_INFINITY:
         return Finding("locked memory", "no limit")
-    advice = "if pinning fails, raise it (ulimit -l unlimited): T chunks are pinned, up to all of --inplacekv-host-memory"
-    return Finding("locked memory", f"at most {limit_bytes} bytes", advice)
+    return Finding(
+        "locked memory",
+        f"at most {limit_bytes} bytes by ulimit -l, which some drivers heed: raise it if pinning fails",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from sglang_inplacekv.roofline import Line, balanced_share
@@ -9,8 +10,10 @@ from sglang_inplacekv.roofline import Line, balanced_share
 HALF_LIFE_STEPS = 8
 # The first steps of a server load kernels and touch caches.
 _WARM_UP_STEPS = 3
-# A step that took so many times the average says nothing about the next one, unless more of them follow.
-_OUTLIER, _OUTLIERS_IN_A_ROW = 3.0, 4
+_FIRST_STEPS = 3  # their median is what an average starts from
+# A step that took longer than so many times the average counts as that: it says little about the next one.
+_CLIP = 3.0
+_LEAST_S = 1e-15
 # A share as good as this does not move: plans and tiles stay as they were.
 _HYSTERESIS = 0.02
 # A side that had nothing to do for so long is measured anew: what made it slow may be over.
@@ -28,27 +31,25 @@ class Costs:
 
 
 class MovingAverage:
-    """Exponential, without the first steps and lone outliers; None until there is a value."""
+    """Exponential, without the first steps and with outliers clipped; None until there is a value."""
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._seen = 0
-        self._outliers = 0
+        self._skipped = 0
+        self._first: list[float] = []
         self._weight = 1.0 - 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
     def add(self, value: float) -> None:
-        self._seen += 1
-        if self._seen <= _WARM_UP_STEPS:
+        if self._skipped < _WARM_UP_STEPS:
+            self._skipped += 1
             return
-        if self.value is None:
-            self.value = value
+        value = max(value, _LEAST_S)
+        if self.value is not None:
+            self.value += self._weight * (min(value, _CLIP * self.value) - self.value)
             return
-        if value > _OUTLIER * self.value:
-            self._outliers += 1
-            if self._outliers < _OUTLIERS_IN_A_ROW:
-                return
-        self._outliers = 0
-        self.value += self._weight * (value - self.value)
+        self._first.append(value)
+        if len(self._first) == _FIRST_STEPS:
+            self.value = statistics.median(self._first)
 
 
 class ShareController:
@@ -59,26 +60,28 @@ class ShareController:
         self.target = self._start = start
         self._cpu_fixed_s = cpu_fixed_s
         self._cpu, self._transfer = MovingAverage(), MovingAverage()
-        self._idle_steps = 0  # in a row, of one side alone
+        self._idle_steps = [0, 0]  # of CPU and transfer, while the other side worked
 
     def observe(self, costs: Costs) -> None:
+        """Costs of neither side tell nothing: they come with every prefill, and before the GPU's are known."""
         if costs.cpu_tokens:
             self._cpu.add(costs.cpu_s / costs.cpu_tokens)
         if costs.transfer_tokens:
             self._transfer.add(costs.transfer_s / costs.transfer_tokens)
-        self._retry(costs)
+        worked = (costs.cpu_tokens > 0, costs.transfer_tokens > 0)
+        for side in (0, 1):
+            if worked[side]:
+                self._idle_steps[side] = 0
+            elif worked[1 - side]:
+                self._idle_steps[side] += 1
+        if self._idle_steps[0] >= _RETRY_STEPS:
+            self._cpu = self._start_again()
+        if self._idle_steps[1] >= _RETRY_STEPS:
+            self._transfer = self._start_again()
 
-    def _retry(self, costs: Costs) -> None:
-        """Forget a side that has long had nothing to do, and start again."""
-        one_side = bool(costs.cpu_tokens) != bool(costs.transfer_tokens)
-        self._idle_steps = self._idle_steps + 1 if one_side else 0
-        if self._idle_steps < _RETRY_STEPS:
-            return
-        self._idle_steps, self.target = 0, self._start
-        if costs.cpu_tokens:
-            self._transfer = MovingAverage()
-        else:
-            self._cpu = MovingAverage()
+    def _start_again(self) -> MovingAverage:
+        self._idle_steps, self.target = [0, 0], self._start
+        return MovingAverage()
 
     @property
     def cpu(self) -> Line | None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+import cpu_attn
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.layout import KVShape
 from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST = 10**6  # of any number in a config.json
 
 
 @dataclass(frozen=True)
@@ -31,32 +33,67 @@ class ModelKV:
 
 
 def read_model(folder: Path, page_size: int) -> ModelKV:
-    """From the config.json of a Hugging Face checkpoint. ConfigError if there is none, or it does not tell."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"--model: asked {folder}, possible is a folder with a config.json")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    heads = _field(config, path, "num_attention_heads")
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    if name not in _DTYPES:
-        raise ConfigError(f"--model: {path} has dtype {name}, possible are {', '.join(_DTYPES)}")
+    """From the config.json of a Hugging Face checkpoint. ConfigError if there is none, it does not tell, or is not served."""
+    config = _load(folder / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    _check_layers(inner)
+    heads, layers = _number(inner, "num_attention_heads"), _number(inner, "num_hidden_layers")
+    # SGLang serves what is neither bf16 nor fp16 in fp16.
+    dtype = _DTYPES.get(
+        str(inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype")), torch.float16
+    )
     width: dict[str, int]
-    if rank := config.get("kv_lora_rank"):
-        width = {"kv_heads": 1, "head_dim": rank + config["qk_rope_head_dim"], "value_dim": rank}
+    if inner.get("kv_lora_rank") is not None:
+        rank, rope = _number(inner, "kv_lora_rank"), _number(inner, "qk_rope_head_dim")
+        if not cpu_attn.supports_latent(rank, rope):
+            raise _refused(f"latent rows of {rank} + {rope}", cpu_attn.LATENT_WIDTHS)
+        width = {"kv_heads": 1, "head_dim": rank + rope, "value_dim": rank}
     else:
-        width = {
-            "kv_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or _field(config, path, "hidden_size") // heads,
-        }
-    layers = _field(config, path, "num_hidden_layers")
-    return ModelKV(KVShape(layers=layers, dtype=_DTYPES[name], page_size=page_size, **width), heads)
+        kv_heads = (
+            heads if inner.get("num_key_value_heads") is None else _number(inner, "num_key_value_heads")
+        )
+        head_dim = (
+            _number(inner, "hidden_size") // heads
+            if inner.get("head_dim") is None
+            else _number(inner, "head_dim")
+        )
+        if head_dim not in cpu_attn.SUPPORTED_HEAD_DIMS:
+            raise _refused(f"head_dim {head_dim}", ", ".join(map(str, cpu_attn.SUPPORTED_HEAD_DIMS)))
+        if heads % kv_heads:
+            raise _refused(f"{heads} query heads on {kv_heads} KV heads", "a multiple of the KV heads")
+        width = {"kv_heads": kv_heads, "head_dim": head_dim}
+    return ModelKV(KVShape(layers=layers, dtype=dtype, page_size=page_size, **width), heads)
 
 
-def _field(config: Mapping[str, Any], path: Path, name: str) -> int:
-    if name not in config:
-        raise ConfigError(f"--model: {path} has no {name}")
-    return config[name]
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--model: {path} cannot be read as JSON: {type(error).__name__}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model: {path} holds a {type(config).__name__}, possible is an object")
+    return config
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or not 1 <= value <= _MOST:
+        raise _refused(f"{name} {str(value)[:40]}", f"a whole number from 1 to {_MOST}")
+    return value
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    kinds = config.get("layer_types")
+    others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
+    window = config.get("sliding_window") and config.get("use_sliding_window") is not False
+    if others or window:
+        found = f"layers of {', '.join(sorted(others))}" if others else "a sliding window"
+        raise _refused(found, "full attention in every layer")
+
+
+def _refused(asked: str, possible: str) -> ConfigError:
+    return ConfigError(f"--model: its config.json has {asked}, possible is {possible}")
 
 
 @dataclass(frozen=True)

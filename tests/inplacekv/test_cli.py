@@ -16,6 +16,13 @@ from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
 from sglang_inplacekv.planning import predict, read_model
 from sglang_inplacekv.roofline import Line
 
+GQA = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
 RATES = ["--cpu-gbps", "84", "--link-gbps", "52"]
 
 
@@ -27,7 +34,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_plan_of_qwen3(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", str(qwen3), *RATES, "--batch", "32", "--context", "32768"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("96.0 KiB of KV a token, 48 layers; CPU attention 84.0 GB/s")
+    assert out.startswith("96.0 KiB of KV a token (bfloat16), 48 layers; CPU attention 84.0 GB/s")
     row = next(line for line in out.splitlines() if line.strip().startswith("32 x 32768")).split()
     # 2**20 tokens of 96 KiB; the bandwidths' shares; the sum of both.
     assert row[3:5] == ["103.08", "0.62"]
@@ -62,9 +69,22 @@ def test_plan_measures_the_cpu(kind: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "/nowhere", *RATES], "--model: asked /nowhere, possible is a folder with a config.json"),
-        (["--cpu-gbps", "-1", "--link-gbps", "1"], "--cpu-gbps: asked -1, possible is a rate above 0"),
-        (["--cpu-gbps", "1", "--link-gbps", "nan"], "--link-gbps: asked nan, possible is a rate above 0"),
+        (
+            ["--model", "/nowhere", *RATES],
+            "--model: /nowhere/config.json cannot be read as JSON: FileNotFoundError",
+        ),
+        (
+            ["--cpu-gbps", "-1", "--link-gbps", "1"],
+            "--cpu-gbps: asked '-1', possible is a number from 0.001 to 1e+06",
+        ),
+        (
+            ["--cpu-gbps", "1", "--link-gbps", "nan"],
+            "--link-gbps: asked 'nan', possible is a number from 0.001 to 1e+06",
+        ),
+        (["--page-size", "1", *RATES], "--page-size: asked '1', possible is a whole number from 2 to 65536"),
+        (["--context", "8k", *RATES], "--context: asked '8k', possible is a whole number from 1 to 1e+09"),
+        (["--batch", "4,", *RATES], "--batch: asked '', possible is a whole number from 1 to 1e+09"),
+        (["--step-ms", "inf", *RATES], "--step-ms: asked 'inf', possible is a number from 0 to 1e+06"),
         (["--gpu-memory", "auto", *RATES], "--gpu-memory: asked auto, possible is a size such as 4GB"),
     ],
 )
@@ -83,16 +103,59 @@ def test_no_link_to_measure(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "line"),
-    [({"num_hidden_layers": 2}, "has no num_attention_heads"), ({"dtype": "int4"}, "has dtype int4")],
+    ("text", "line"),
+    [
+        ("{", "cannot be read as JSON: JSONDecodeError"),
+        ("\xff", "cannot be read as JSON"),
+        ("[]", "holds a list, possible is an object"),
+        (GQA | {"num_attention_heads": None}, "has num_attention_heads None"),
+        (GQA | {"num_attention_heads": "4"}, "has num_attention_heads 4, possible is a whole number"),
+        (GQA | {"num_hidden_layers": 0}, "has num_hidden_layers 0"),
+        (GQA | {"head_dim": True}, "has head_dim True"),
+        (GQA | {"head_dim": -128}, "has head_dim -128"),
+        (GQA | {"head_dim": 72}, "has head_dim 72, possible is 64, 80"),
+        (GQA | {"num_key_value_heads": 0}, "has num_key_value_heads 0"),
+        (GQA | {"num_key_value_heads": 3}, "has 4 query heads on 3 KV heads"),
+        (GQA | {"kv_lora_rank": 512}, "has qk_rope_head_dim None"),
+        (GQA | {"kv_lora_rank": 100, "qk_rope_head_dim": 10}, "has latent rows of 100 + 10"),
+        (GQA | {"layer_types": ["full_attention", "sliding_attention"]}, "has layers of sliding_attention"),
+        (GQA | {"sliding_window": 4096}, "has a sliding window"),
+    ],
 )
-def test_a_config_that_does_not_tell(
-    fields: dict, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_config_that_does_not_tell_or_is_not_served(
+    text: str | dict, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heads = {} if "num_hidden_layers" in fields else {"num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(heads | fields))
+    text = text if isinstance(text, str) else json.dumps(text)
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
     assert cli.main(["plan", "--model", str(tmp_path), *RATES]) == 2
-    assert line in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("error: --model: ") and line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kib"),
+    [
+        ({}, 2),
+        ({"dtype": "float32"}, 2),  # SGLang serves it in fp16
+        ({"head_dim": None, "hidden_size": 1024}, 4),
+        ({"num_key_value_heads": None}, 4),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 2),
+        ({"text_config": GQA | {"num_hidden_layers": 4}}, 4),
+    ],
+)
+def test_configs_that_tell(fields: dict, kib: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GQA | fields))
+    assert read_model(tmp_path, 256).shape.token_bytes == kib * 1024
+
+
+def test_a_library_that_is_missing(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        mock.patch("cpu_attn.Executor", side_effect=RuntimeError("no library")),
+        mock.patch("cpu_attn.isa", side_effect=RuntimeError("no library")),
+    ):
+        assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 2
+        assert "CPU attention does not run here: no library" in capsys.readouterr().err
+        assert doctor.instruction_set().advice == "no library"
 
 
 def test_doctor_of_this_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +187,7 @@ def test_doctor_on_the_rest() -> None:
     assert doctor.cores(16, 16, has_gpu=True).advice is not None
     assert doctor.cores(2, 2, has_gpu=False).advice is None
     assert doctor.locked_memory(resource.RLIM_INFINITY).advice is None
-    assert doctor.locked_memory(65536).advice is not None
+    assert "65536" in doctor.locked_memory(65536).found
     with mock.patch.object(doctor, "version", side_effect=PackageNotFoundError):
         assert doctor.sglang().found == "not installed" and doctor.sglang().advice is not None
     with mock.patch.object(doctor, "entry_points", return_value=[]):
