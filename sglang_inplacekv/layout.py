@@ -172,6 +172,7 @@ def plan_regions(
     )
     host_bytes = config.host_memory_bytes if config.host_memory_bytes is not None else host_bytes_auto
     asked = _asked(config.host_memory_bytes, host_bytes)
+    chunk_pages = max(1, min(MAX_CHUNK_BYTES, host_bytes // MIN_CHUNKS) // shape.page_bytes)
     host_pages = host_bytes // shape.page_bytes
     if host_pages == 0:
         raise ConfigError(
@@ -182,8 +183,6 @@ def plan_regions(
         pages = capacity_tokens // shape.page_size
         host_pages = max(0, min(host_pages, pages - device_pages))
         device_pages = min(device_pages, pages)
-    # Of what is left: with few chunks one role would have them all.
-    chunk_pages = max(1, min(MAX_CHUNK_BYTES // shape.page_bytes, host_pages // MIN_CHUNKS))
     return RegionSizes(device_pages, windows, host_pages, chunk_pages, tile_pages, shape.page_size)
 
 
