@@ -8,9 +8,8 @@ import time
 import numpy as np
 import torch
 
-import cpu_attn
 from sglang_inplacekv.config import InplaceConfig
-from sglang_inplacekv.cores import spin_s, team_cores
+from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.executors import make_executor
 from sglang_inplacekv.layout import (
     DEFAULT_TILE_TOKENS,
@@ -57,8 +56,7 @@ class Layers:
         chunk_pages = max(1, needed // _CHUNKS)
         host_pages = needed + 2 * chunk_pages
         sizes = RegionSizes(0, windows, host_pages, chunk_pages, max(1, tile // PAGE_TOKENS), PAGE_TOKENS)
-        cores = team_cores(None)
-        self.team = cpu_attn.Executor(cores=cores, spin_s=spin_s(len(cores)))
+        self.team = make_team(None, device)
         self.regions = Regions(InplaceConfig(wait_timeout_s=_WAIT_S), self.shape, sizes, self.team, device)
         self.executor = make_executor(self.regions, device)
         self._planner = Planner(self.regions.homes, self.regions.windows, _WAIT_S)

@@ -12,7 +12,7 @@ import cpu_attn
 from sglang_inplacekv import hooks
 from sglang_inplacekv.allocator import InplaceAllocator
 from sglang_inplacekv.config import InplaceConfig, refuses_in_one_line
-from sglang_inplacekv.cores import spin_s, team_cores
+from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.executors import make_executor
 from sglang_inplacekv.pool import InplaceMHAPool, InplaceMLAPool, RegionPool
 from sglang_inplacekv.regions import Regions
@@ -31,9 +31,8 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
             f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}"
         )
     config = InplaceConfig.from_env()
-    cores = team_cores(config.threads)
     device = torch.device(kvc.device).type
-    team = cpu_attn.Executor(cores=cores, spin_s=spin_s(len(cores)) if device == "cuda" else 0.0)
+    team = make_team(config.threads, device)
     regions = Regions(config, kv_shape(kvc), planned, team, device)
     pool = (InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool)(
         regions,

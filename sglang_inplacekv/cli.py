@@ -11,7 +11,7 @@ import torch
 
 import cpu_attn
 from sglang_inplacekv.config import ConfigError, parse_size
-from sglang_inplacekv.cores import spin_s, team_cores
+from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.doctor import examine
 from sglang_inplacekv.host_rates import measure_cpu, measure_link
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
@@ -106,12 +106,10 @@ def _row(found: Prediction) -> str:
 
 
 def _cpu_line(model: ModelKV, arguments: argparse.Namespace) -> Line:
-    cores = team_cores(None)
-    spin = spin_s(len(cores)) if torch.cuda.is_available() else 0.0  # as a server's team
     asked = arguments.cpu_gbps
     rate = None if asked is None else _number("--cpu-gbps", asked, *_RATES) * 1e9
     try:
-        with cpu_attn.Executor(cores=cores, spin_s=spin) as team:
+        with make_team(None, "cuda" if torch.cuda.is_available() else "cpu") as team:
             if rate is None:
                 return measure_cpu(model, team)
             return Line(cpu_attn.hand_over_seconds(team), model.layer_token_bytes / rate)

@@ -1,4 +1,4 @@
-"""Which cores the CPU attention team is pinned to."""
+"""The CPU attention team, and the cores it is pinned to."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ def team_cores(threads: int | None) -> list[int]:
             f"--inplacekv-threads: asked {wanted}, possible are 1 to {len(allowed)} on this process's cores"
         )
     return allowed[-wanted:]
+
+
+def make_team(threads: int | None, device: str) -> cpu_attn.Executor:
+    """The team of a server on `device`, cuda or cpu. Without a GPU nobody spins: the torch executor needs the cores."""
+    cores = team_cores(threads)
+    return cpu_attn.Executor(cores=cores, spin_s=spin_s(len(cores)) if device == "cuda" else 0.0)

@@ -51,10 +51,6 @@ class Reads:
     def cpu_pages(self) -> np.ndarray:
         return np.concatenate((self.compute_pages, self.stolen_pages))
 
-    @property
-    def host_pages(self) -> int:
-        return len(self.compute_pages) + len(self.stolen_pages) + len(self.transfer_pages)
-
     def steal(self, count: int) -> None:
         """Hand the last `count` T pages to the CPU: what is left stays adjacent."""
         if count:
