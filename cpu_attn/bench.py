@@ -180,7 +180,8 @@ def report_hand_over(threads: int, cores: list[int] | None) -> None:
 def main() -> None:
     arguments = parse()
     report_hand_over(arguments.threads, arguments.cores)
-    torch.set_num_threads(arguments.threads)
+    # SDPA wants all threads. Where nothing else does, torch's own would only keep the team's from spinning.
+    torch.set_num_threads(1 if arguments.no_sdpa or arguments.only == "mla" else arguments.threads)
     torch.manual_seed(0)
     with Executor(arguments.threads, arguments.cores) as executor:
         print(f"{isa()}, {arguments.threads} threads, pages of {arguments.page_size} tokens")

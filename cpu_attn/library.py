@@ -42,13 +42,13 @@ def library() -> Any:
     version = module.abi_version()
     if version != ABI_VERSION:
         raise RuntimeError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}; rebuild it")
-    _select(module, os.environ.get("CPU_ATTN_ISA") or _default(_supported(module)))
+    _select(module, os.environ.get("CPU_ATTN_ISA") or _default(module))
     return module
 
 
-def _default(supported: list[str]) -> str:
-    """The last one that has run on a CPU that has it: amx is checked by emulation only, and has to be asked for."""
-    return [name for name in supported if name != "amx"][-1]
+def _default(module: Any) -> str:
+    """The last one that the system also grants: it may refuse amx its tiles."""
+    return next(name for name in reversed(_supported(module)) if module.select_isa(name))
 
 
 def _supported(module: Any) -> list[str]:
@@ -78,7 +78,7 @@ def select_isa(name: str) -> None:
 def isa() -> str:
     """Return the instruction set in use: scalar, avx2, avx512, avx512bf16 or amx.
 
-    The best one the host supports, amx aside, unless the environment variable CPU_ATTN_ISA names another.
+    The last one that the host supports and grants, unless the environment variable CPU_ATTN_ISA names another.
     """
     library()
     return _isa

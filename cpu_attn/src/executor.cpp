@@ -35,7 +35,8 @@ void relax() {
 
 constexpr int kLooksPerClock = 64;
 
-// Returns true as soon as `flag` is set, or false after `seconds`.
+// Returns true as soon as `flag` is set, or false after `seconds`. Yields, since whoever sets the
+// flag may be waiting for this core.
 bool spin(const std::atomic<bool>& flag, double seconds) {
   if (seconds <= 0.0) return false;
   const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -45,6 +46,7 @@ bool spin(const std::atomic<bool>& flag, double seconds) {
       if (flag.load(std::memory_order_acquire)) return true;
       relax();
     }
+    std::this_thread::yield();
   } while (Clock::now() < end);
   return false;
 }

@@ -8,6 +8,7 @@ tolerance serves all dtypes and kernels.
 import functools
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,10 +290,14 @@ def test_emulated_tiles_are_never_the_default() -> None:
     assert "amx-emulated" not in supported_isas()
 
 
-def test_amx_has_to_be_asked_for() -> None:
-    assert _default(["scalar", "avx2", "avx512", "avx512bf16", "amx"]) == "avx512bf16"
-    assert _default(["scalar", "avx2"]) == "avx2"
-    assert isa() == os.environ.get("CPU_ATTN_ISA", _default(supported_isas()))
+@pytest.mark.parametrize(("granted", "chosen"), [(True, "amx"), (False, "avx512bf16")])
+def test_the_default_is_the_last_isa_that_the_system_grants(granted: bool, chosen: str) -> None:
+    supported = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
+    module = SimpleNamespace(
+        supported_isa=lambda index: supported[index] if index < len(supported) else "",
+        select_isa=lambda name: granted or name != "amx",
+    )
+    assert _default(module) == chosen
 
 
 def test_multiply_probe(executor: Executor, each_mla_isa: str) -> None:

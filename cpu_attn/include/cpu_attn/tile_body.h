@@ -2,9 +2,11 @@
 // 64 bytes, C[16][16] fp32 += A[16][32] bf16 . B[16 pairs][16][2] bf16. Include after isa_avx512.h;
 // written once over `Tiles`, which are AMX's or its emulation's.
 //
-// Turn by turn (kTurnTokens tokens): the values are paired for B, then group by group of 16 heads
+// Turn by turn (kTurnTokens tokens), first group by group of 16 heads
 //   scores[tokens][heads] = rows . queries   rows are A and load from where they lie, queries are B
 //   weights                                  lanes are heads, so the softmax never crosses lanes
+// then two tiles of columns at a time, which are paired for B in the first-level cache, of all
+// groups
 //   sums[heads][columns] += weights . values
 // A weight is the exact sum of three bf16 parts, eight bits each, so nothing is rounded that fp32
 // would not round: three products instead of one, where memory is what the time goes to.
@@ -68,55 +70,44 @@ void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* 
     }
 }
 
-// N tiles of columns: acc = acc * rescale + weights . values.
-template <class Tiles, int N>
-void sum_columns(const TileScratch& at, int chunks, const char* values, float* acc) {
-  Tiles::template zero<N>();
+// Two tiles of columns of a group: acc = acc * rescale + weights . values.
+template <class Tiles>
+void sum_columns(const char* weights, const char* values, int chunks, const float* rescale,
+                 float* sums, float* acc) {
+  Tiles::template zero<kSumTiles>();
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const char* value = values + chunk * kTileBytes;
-    const char* weight = at.weights + chunk * kParts * kTileBytes;
-    Tiles::template load<3>(value, kRowBytes);
-    if constexpr (N > 1) Tiles::template load<4>(value + kChunks * kTileBytes, kRowBytes);
-    if constexpr (N > 2) Tiles::template load<5>(value + 2 * kChunks * kTileBytes, kRowBytes);
+    const char* weight = weights + chunk * kParts * kTileBytes;
+    Tiles::template load<2>(value, kRowBytes);
+    Tiles::template load<3>(value + kChunks * kTileBytes, kRowBytes);
     const auto part = [&](auto tile, int i) {
       constexpr int A = decltype(tile)::value;
       Tiles::template load<A>(weight + i * kTileBytes, kRowBytes);
-      Tiles::template multiply<0, A, 3>();
-      if constexpr (N > 1) Tiles::template multiply<1, A, 4>();
-      if constexpr (N > 2) Tiles::template multiply<2, A, 5>();
+      Tiles::template multiply<0, A, 2>();
+      Tiles::template multiply<1, A, 3>();
     };
-    part(std::integral_constant<int, 6>(), 0);
-    part(std::integral_constant<int, 7>(), 1);
+    part(std::integral_constant<int, 4>(), 0);
+    part(std::integral_constant<int, 5>(), 1);
     part(std::integral_constant<int, 6>(), 2);
   }
-  Tiles::template store<0>(at.sums, kRowBytes);
-  if constexpr (N > 1) Tiles::template store<1>(at.sums + kTileFloats, kRowBytes);
-  if constexpr (N > 2) Tiles::template store<2>(at.sums + 2 * kTileFloats, kRowBytes);
-  for (int i = 0; i < N * 16; ++i) {
+  Tiles::template store<0>(sums, kRowBytes);
+  Tiles::template store<1>(sums + kTileFloats, kRowBytes);
+  for (int i = 0; i < kSumTiles * 16; ++i) {
     float* a = acc + i * 16;
-    const V factor = Isa::set1(at.rescale[i % 16]);
-    Isa::store(a, Isa::fma(Isa::load(a), factor, Isa::load(at.sums + i * 16)));
+    const V factor = Isa::set1(rescale[i % 16]);
+    Isa::store(a, Isa::fma(Isa::load(a), factor, Isa::load(sums + i * 16)));
   }
 }
 
 template <class Tiles>
-void sum_turn(const TileShape& s, const TileScratch& at, int count, Ahead* ahead, float* acc) {
-  static_assert(kSumTiles == 3, "one case for each number of tiles");
-  const int chunks = (count + kChunk - 1) / kChunk;
+void sum_turn(const TileShape& s, const TileScratch& at, const TileTurn& turn, Ahead& ahead,
+              float* acc) {
+  const int chunks = (turn.count + kChunk - 1) / kChunk;
   for (int c = 0; c < s.columns; c += kSumTiles) {
-    const char* values = at.values + c * kChunks * kTileBytes;
-    float* sums = acc + c * kTileFloats;
-    switch (s.columns - c) {
-      case 1:
-        sum_columns<Tiles, 1>(at, chunks, values, sums);
-        break;
-      case 2:
-        sum_columns<Tiles, 2>(at, chunks, values, sums);
-        break;
-      default:
-        sum_columns<Tiles, 3>(at, chunks, values, sums);
-    }
-    if (ahead != nullptr) ahead->fetch();
+    pair_values(turn, c, ahead, at.values);
+    for (int g = 0; g < s.groups; ++g)
+      sum_columns<Tiles>(at.weights + g * kWeightBytes, at.values, chunks, at.rescale + g * 16,
+                         at.sums, acc + (g * s.columns + c) * kTileFloats);
   }
 }
 
@@ -128,7 +119,9 @@ void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& 
   const typename Tiles::Session session;
   TileTurn turns[2];
   const auto find = [&](int begin, TileTurn& turn) {
+    alignas(64) static const char zeros[kMaxHeadDim * 2] = {};
     turn.count = find_latent_rows(shape, regions, segment, begin, kTurnTokens, turn.rows);
+    for (int t = turn.count; t % kChunk != 0; ++t) turn.rows[t] = zeros;
   };
   find(segment.begin, turns[0]);
   fetch_all(turns[0].rows, turns[0].count, shape.head_dim * 2);
@@ -138,18 +131,17 @@ void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& 
     const TileTurn& turn = turns[i];
     find(t + kTurnTokens, turns[i ^ 1]);
     const int tiles = (turn.count + 15) / 16;
-    const int calls =
-        (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + (s.columns + kSumTiles - 1) / kSumTiles;
+    const int calls = (tiles + kScoreTiles - 1) / kScoreTiles * s.steps +
+                      (turn.count + kChunk - 1) / kChunk * s.columns / kSumTiles;
     Ahead ahead(turns[i ^ 1].rows, turns[i ^ 1].count, shape.head_dim * 2, calls);
     RowTile rows[kRowTiles];
     for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
-    pair_values(s, turn, at.values);
     for (int g = 0; g < s.groups; ++g) {
-      Ahead* once = g == 0 ? &ahead : nullptr;
-      score_turn<Tiles>(s, rows, tiles, at.queries + g * s.steps * kTileBytes, once, at.scores);
-      weigh_turn(shape.scale_log2, turn.count, at, state.max + g * 16, state.sum + g * 16);
-      sum_turn<Tiles>(s, at, turn.count, once, state.acc + g * s.columns * kTileFloats);
+      score_turn<Tiles>(s, rows, tiles, at.queries + g * s.steps * kTileBytes,
+                        g == 0 ? &ahead : nullptr, at.scores);
+      weigh_turn(shape.scale_log2, turn.count, at, g, state);
     }
+    sum_turn<Tiles>(s, at, turn, ahead, state.acc);
   }
 }
 

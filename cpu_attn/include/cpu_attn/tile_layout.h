@@ -21,9 +21,10 @@ constexpr int kChunk = 32;     // tokens of a weights tile
 constexpr int kTurnTokens = 128;
 constexpr int kChunks = kTurnTokens / kChunk;
 constexpr int kRowTiles = kTurnTokens / 16;
-constexpr int kParts = 3;       // bf16 parts of a weight
+constexpr int kParts = 3;                                    // bf16 parts of a weight
+constexpr int kWeightBytes = kChunks * kParts * kTileBytes;  // of a group of heads
 constexpr int kScoreTiles = 4;  // tiles of rows that meet a tile of queries at once
-constexpr int kSumTiles = 3;    // tiles of columns that meet a tile of weights at once
+constexpr int kSumTiles = 2;    // tiles of columns that meet a tile of weights at once
 
 struct TileShape {
   explicit TileShape(const Shape& shape)
@@ -43,22 +44,22 @@ struct TileScratch {
       : queries(static_cast<char*>(memory)),
         staged(queries + s.groups * s.steps * kTileBytes),
         values(staged + kRowTiles * s.steps * kTileBytes),
-        weights(values + s.columns * kChunks * kTileBytes),
-        scores(reinterpret_cast<float*>(weights + kParts * kChunks * kTileBytes)),
+        weights(values + kSumTiles * kChunks * kTileBytes),
+        scores(reinterpret_cast<float*>(weights + s.groups * kWeightBytes)),
         sums(scores + kTurnTokens * 16),
         rescale(sums + kSumTiles * kTileFloats) {}
   static size_t bytes(const TileShape& s) {
-    return (s.groups * s.steps + kRowTiles * s.steps + (s.columns + kParts) * kChunks + kRowTiles +
-            kSumTiles + 1) *
-           static_cast<size_t>(kTileBytes);
+    const size_t tiles =
+        s.groups * s.steps + kRowTiles * s.steps + kSumTiles * kChunks + kRowTiles + kSumTiles;
+    return tiles * kTileBytes + s.groups * (kWeightBytes + kRowBytes);
   }
   char* queries;   // [groups][steps] tiles of B
   char* staged;    // [kRowTiles][16][steps * 64 bytes]: rows that do not lie as a tile wants them
-  char* values;    // [columns][kChunks] tiles of B
-  char* weights;   // [kChunks][kParts] tiles of A
-  float* scores;   // [kTurnTokens][16]
+  char* values;    // [kSumTiles][kChunks] tiles of B
+  char* weights;   // [groups][kChunks][kParts] tiles of A
+  float* scores;   // [kTurnTokens][16], of one group
   float* sums;     // [kSumTiles] tiles of C
-  float* rescale;  // [16]
+  float* rescale;  // [groups][16]
 };
 
 // Sixteen rows of A.
@@ -69,7 +70,7 @@ struct RowTile {
 
 struct TileTurn {
   int count;
-  const char* rows[kTurnTokens];
+  const char* rows[kTurnTokens];  // beyond the last to the end of its chunk: zeros
 };
 
 void transpose(__m512i (&r)[16]) {
@@ -138,25 +139,18 @@ RowTile find_row_tile(const Shape& shape, const TileShape& s, const TileTurn& tu
   return {staged, bytes};
 }
 
-// Tokens 2i and 2i + 1 become row i of B; tokens beyond the last of a chunk are zero. Tile by tile:
-// row by row, the stores would be a power of two apart and evict each other.
-void pair_values(const TileShape& s, const TileTurn& turn, char* tiles) {
-  alignas(64) static const char zeros[kMaxHeadDim * 2] = {};
-  for (int chunk = 0; chunk * kChunk < turn.count; ++chunk) {
-    const char* rows[kChunk];
-    for (int t = 0; t < kChunk; ++t) {
-      const int at = chunk * kChunk + t;
-      rows[t] = at < turn.count ? turn.rows[at] : zeros;
+// Columns [16 c, 16 c + 32) of the values: tokens 2i and 2i + 1 become row i of B.
+void pair_values(const TileTurn& turn, int c, Ahead& ahead, char* tiles) {
+  for (int chunk = 0; chunk * kChunk < turn.count; ++chunk, tiles += kTileBytes) {
+    const char* const* rows = turn.rows + chunk * kChunk;
+    for (int i = 0; i < 16; ++i) {
+      const __m512i even = _mm512_loadu_si512(rows[2 * i] + c * 32);
+      const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + c * 32);
+      char* to = tiles + i * kRowBytes;
+      _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
+      _mm512_store_si512(to + kChunks * kTileBytes, _mm512_unpackhi_epi16(even, odd));
     }
-    for (int c = 0; c < s.columns; c += 2) {
-      char* to = tiles + (c * kChunks + chunk) * kTileBytes;
-      for (int i = 0; i < 16; ++i, to += kRowBytes) {
-        const __m512i even = _mm512_loadu_si512(rows[2 * i] + c * 32);
-        const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + c * 32);
-        _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-        _mm512_store_si512(to + kChunks * kTileBytes, _mm512_unpackhi_epi16(even, odd));
-      }
-    }
+    ahead.fetch();
   }
 }
 
@@ -167,9 +161,10 @@ __m512i take_bits(V& weight) {
   return bits;
 }
 
-// Softmax of 16 heads, one a lane: scores become tiles of A, the running maxima and sums go on.
-void weigh_turn(float scale, int count, const TileScratch& at, float* running_max,
-                float* running_sum) {
+// Softmax of group g, a head a lane: scores become tiles of A, the running maxima and sums go on.
+void weigh_turn(float scale, int count, const TileScratch& at, int g, const State& state) {
+  float* running_max = state.max + g * 16;
+  float* running_sum = state.sum + g * 16;
   const V factor = Isa::set1(scale), old_max = Isa::load(running_max);
   V tops[4] = {old_max, old_max, old_max, old_max};
   for (int t = 0; t < count; ++t) {
@@ -201,14 +196,14 @@ void weigh_turn(float scale, int count, const TileScratch& at, float* running_ma
     }
     for (int part = 0; part < kParts; ++part) {
       transpose(parts[part]);
-      char* tile = at.weights + (chunk * kParts + part) * kTileBytes;
+      char* tile = at.weights + g * kWeightBytes + (chunk * kParts + part) * kTileBytes;
       for (int h = 0; h < 16; ++h) _mm512_store_si512(tile + h * kRowBytes, parts[part][h]);
     }
   }
   const V sum = Isa::load(running_sum);
   Isa::store(running_sum, Isa::fma(sum, rescale, Isa::add(total[0], total[1])));
   Isa::store(running_max, top);
-  Isa::store(at.rescale, rescale);
+  Isa::store(at.rescale + g * 16, rescale);
 }
 
 void clear_tile_state(const Shape& shape, const TileShape& s, State state) {
