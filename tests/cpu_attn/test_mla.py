@@ -7,7 +7,6 @@ tolerance serves all dtypes and kernels.
 
 import functools
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from cpu_attn import (
     Executor,
     PagedLatent,
     PageTable,
-    isa,
     multiply_probe_gflops,
     paged_decode,
     paged_mla_decode,
