@@ -1,8 +1,9 @@
-// The walk of one worker over bf16 latent rows with bf16 queries, as products of tiles: 16 rows of
-// 64 bytes, C[16][16] fp32 += A[16][32] bf16 . B[16 pairs][16][2] bf16. Include after isa_avx512.h;
+// The walk of one worker over bf16 rows with bf16 queries, as products of tiles: 16 rows of 64
+// bytes, C[16][16] fp32 += A[16][32] bf16 . B[16 pairs][16][2] bf16. Include after isa_avx512.h;
 // written once over `Tiles`, which are AMX's or its emulation's.
 //
-// Turn by turn (kTurnTokens tokens), first group by group of 16 heads
+// Turn by turn (kTurnTokens tokens), KV head by KV head (latent rows are one), first group by group
+// of up to 16 query heads
 //   scores[tokens][heads] = rows . queries   rows are A and load from where they lie, queries are B
 //   weights                                  lanes are heads, so the softmax never crosses lanes
 // then two tiles of columns at a time, which are paired for B in the first-level cache, of all
@@ -15,6 +16,7 @@
 #include <type_traits>
 
 #include "cpu_attn/dispatch.h"
+#include "cpu_attn/kernel_states.h"
 #include "cpu_attn/tile_layout.h"
 #include "cpu_attn/types.h"
 
@@ -72,12 +74,11 @@ void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* 
 
 // Two tiles of columns of a group: acc = acc * rescale + weights . values.
 template <class Tiles>
-void sum_columns(const char* weights, const char* values, int chunks, const float* rescale,
-                 float* sums, float* acc) {
+void sum_columns(const TileScratch& at, int group, int lanes, int chunks, float* acc, int stride) {
   Tiles::template zero<kSumTiles>();
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const char* value = values + chunk * kTileBytes;
-    const char* weight = weights + chunk * kParts * kTileBytes;
+    const char* value = at.values + chunk * kTileBytes;
+    const char* weight = at.weights + group * kWeightBytes + chunk * kParts * kTileBytes;
     Tiles::template load<2>(value, kRowBytes);
     Tiles::template load<3>(value + kChunks * kTileBytes, kRowBytes);
     const auto part = [&](auto tile, int i) {
@@ -90,82 +91,97 @@ void sum_columns(const char* weights, const char* values, int chunks, const floa
     part(std::integral_constant<int, 5>(), 1);
     part(std::integral_constant<int, 6>(), 2);
   }
-  Tiles::template store<0>(sums, kRowBytes);
-  Tiles::template store<1>(sums + kTileFloats, kRowBytes);
-  for (int i = 0; i < kSumTiles * 16; ++i) {
-    float* a = acc + i * 16;
-    const V factor = Isa::set1(rescale[i % 16]);
-    Isa::store(a, Isa::fma(Isa::load(a), factor, Isa::load(sums + i * 16)));
+  Tiles::template store<0>(at.sums, kRowBytes);
+  Tiles::template store<1>(at.sums + kTileFloats, kRowBytes);
+  for (int lane = 0; lane < lanes; ++lane, acc += stride) {
+    const V factor = Isa::set1(at.rescale[group * 16 + lane]);
+    for (int i = 0; i < kSumTiles; ++i) {
+      const V sum = Isa::load(at.sums + i * kTileFloats + lane * 16);
+      Isa::store(acc + i * 16, Isa::fma(Isa::load(acc + i * 16), factor, sum));
+    }
   }
 }
 
+// All groups of a KV head over one turn.
 template <class Tiles>
-void sum_turn(const TileShape& s, const TileScratch& at, const TileTurn& turn, Ahead& ahead,
-              float* acc) {
-  const int chunks = (turn.count + kChunk - 1) / kChunk;
+void attend_turn(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
+                 const TileTurn& turn, const TileTurn& next, State state) {
+  const int tiles = (turn.count + 15) / 16, chunks = (turn.count + kChunk - 1) / kChunk;
+  const int calls =
+      (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * s.columns / kSumTiles;
+  Ahead ahead(next.rows, next.fetched, shape.head_dim * 2, calls);
+  RowTile rows[kRowTiles];
+  for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
+  for (int g = 0; g < s.groups; ++g) {
+    score_turn<Tiles>(s, rows, tiles, at.queries + (kv_head * s.groups + g) * s.steps * kTileBytes,
+                      g == 0 ? &ahead : nullptr, at.scores);
+    weigh_turn(shape.scale_log2, turn.count, at, g, Lanes(s, kv_head, g), state);
+  }
   for (int c = 0; c < s.columns; c += kSumTiles) {
     pair_values(turn, c, ahead, at.values);
-    for (int g = 0; g < s.groups; ++g)
-      sum_columns<Tiles>(at.weights + g * kWeightBytes, at.values, chunks, at.rescale + g * 16,
-                         at.sums, acc + (g * s.columns + c) * kTileFloats);
+    for (int g = 0; g < s.groups; ++g) {
+      const Lanes lanes(s, kv_head, g);
+      sum_columns<Tiles>(at, g, lanes.count, chunks,
+                         state.acc + lanes.first * shape.value_dim + c * 16, shape.value_dim);
+    }
   }
 }
 
-template <class Tiles>
+template <class Tiles, bool kLatent>
 void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& segment,
                       float* scratch, State state) {
   const TileShape s(shape);
   const TileScratch at(s, scratch);
   const typename Tiles::Session session;
   TileTurn turns[2];
-  const auto find = [&](int begin, TileTurn& turn) {
-    alignas(64) static const char zeros[kMaxHeadDim * 2] = {};
-    turn.count = find_latent_rows(shape, regions, segment, begin, kTurnTokens, turn.rows);
-    for (int t = turn.count; t % kChunk != 0; ++t) turn.rows[t] = zeros;
+  const auto find = [&](int begin, int head, TileTurn& turn) {
+    find_tile_turn<kLatent>(shape, regions, segment, begin, head, turn);
   };
-  find(segment.begin, turns[0]);
-  fetch_all(turns[0].rows, turns[0].count, shape.head_dim * 2);
-  clear_tile_state(shape, s, state);
+  find(segment.begin, 0, turns[0]);
+  fetch_all(turns[0].rows, turns[0].fetched, shape.head_dim * 2);
+  clear_state(shape, state);
   pack_query_tiles(shape, s, segment, at.queries);
-  for (int t = segment.begin, i = 0; t < segment.end; t += kTurnTokens, i ^= 1) {
-    const TileTurn& turn = turns[i];
-    find(t + kTurnTokens, turns[i ^ 1]);
-    const int tiles = (turn.count + 15) / 16;
-    const int calls = (tiles + kScoreTiles - 1) / kScoreTiles * s.steps +
-                      (turn.count + kChunk - 1) / kChunk * s.columns / kSumTiles;
-    Ahead ahead(turns[i ^ 1].rows, turns[i ^ 1].count, shape.head_dim * 2, calls);
-    RowTile rows[kRowTiles];
-    for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
-    for (int g = 0; g < s.groups; ++g) {
-      score_turn<Tiles>(s, rows, tiles, at.queries + g * s.steps * kTileBytes,
-                        g == 0 ? &ahead : nullptr, at.scores);
-      weigh_turn(shape.scale_log2, turn.count, at, g, state);
+  for (int t = segment.begin, i = 0; t < segment.end; t += kTurnTokens)
+    for (int head = 0; head < s.kv_heads; ++head, i ^= 1) {
+      const bool last = head + 1 == s.kv_heads;
+      find(last ? t + kTurnTokens : t, last ? 0 : head + 1, turns[i ^ 1]);
+      attend_turn<Tiles>(shape, s, at, head, turns[i], turns[i ^ 1], state);
     }
-    sum_turn<Tiles>(s, at, turn, ahead, state.acc);
-  }
 }
 
+// Tiles have 16 lanes: with fewer query heads to a KV head most of them would be idle.
+constexpr int kLeastHeads = 4;
+
+template <bool kLatent>
 bool uses_tiles(const Shape& shape) {
-  return shape.kv_dtype == Dtype::kBFloat16 && shape.q_dtype == Dtype::kBFloat16;
+  const bool fits =
+      kLatent || (shape.head_dim % 32 == 0 && shape.q_heads / shape.kv_heads >= kLeastHeads);
+  return fits && shape.kv_dtype == Dtype::kBFloat16 && shape.q_dtype == Dtype::kBFloat16;
 }
 
-template <class Tiles>
-void accumulate_bf16(const Shape& shape, const Region* regions, const Segment& segment,
-                     float* scratch, State state) {
-  if (uses_tiles(shape)) return accumulate_tiles<Tiles>(shape, regions, segment, scratch, state);
-  kernel_avx512()->latent.accumulate(shape, regions, segment, scratch, state);
-}
-
-void finish_bf16(const Shape& shape, const State* states, int count, int h, float* out,
-                 float* lse) {
-  if (uses_tiles(shape)) return finish_tiles(shape, states, count, h, out, lse);
-  kernel_avx512()->latent.finish(shape, states, count, h, out, lse);
-}
-
-size_t bf16_scratch_floats(const Shape& shape) {
-  return uses_tiles(shape) ? TileScratch::bytes(TileShape(shape)) / 4
-                           : kernel_avx512()->latent.scratch_floats(shape);
-}
+// Tiles where they fit, else AVX-512.
+template <class Tiles, bool kLatent>
+struct TileAttention {
+  static const Attention& other() {
+    return kLatent ? kernel_avx512()->latent : kernel_avx512()->heads;
+  }
+  static size_t scratch_floats(const Shape& shape) {
+    return uses_tiles<kLatent>(shape) ? TileScratch::bytes(TileShape(shape)) / 4
+                                      : other().scratch_floats(shape);
+  }
+  static void accumulate(const Shape& shape, const Region* regions, const Segment& segment,
+                         float* scratch, State state) {
+    if (uses_tiles<kLatent>(shape))
+      return accumulate_tiles<Tiles, kLatent>(shape, regions, segment, scratch, state);
+    other().accumulate(shape, regions, segment, scratch, state);
+  }
+  static void finish(const Shape& shape, const State* states, int count, int h, float* out,
+                     float* lse) {
+    if (uses_tiles<kLatent>(shape)) return finish_tiles(shape, states, count, h, out, lse);
+    other().finish(shape, states, count, h, out, lse);
+  }
+  static constexpr Attention kTable{scratch_floats, accumulate, finish};
+};
 
 template <class Tiles>
 double multiply_tiles(int64_t rounds) {
@@ -187,8 +203,8 @@ template <class Tiles>
 const Kernel* tile_kernel() {
   static const Kernel kernel{
       Tiles::kName,
-      kernel_avx512()->heads,
-      {bf16_scratch_floats, accumulate_bf16<Tiles>, finish_bf16},
+      TileAttention<Tiles, false>::kTable,
+      TileAttention<Tiles, true>::kTable,
       kernel_avx512()->read,
       multiply_tiles<Tiles>,
   };

@@ -1,8 +1,8 @@
 // How the tile kernel lays out queries, rows, values, weights and sums; see tile_body.h. Include
 // after isa_avx512.h; everything here has internal linkage.
 //
-// State::acc lies in tiles [group][columns / 16][16 heads][16], columns in the order in which pairs
-// interleave them: first and second of two tiles take turns of four columns of 32.
+// The columns of State::acc are in the order in which pairs interleave them: first and second of
+// two tiles take turns of four columns of 32.
 #pragma once
 
 #include <cstring>
@@ -28,35 +28,48 @@ constexpr int kSumTiles = 2;    // tiles of columns that meet a tile of weights 
 
 struct TileShape {
   explicit TileShape(const Shape& shape)
-      : groups((shape.q_heads + 15) / 16),
+      : kv_heads(shape.kv_heads),
+        heads(shape.q_heads / shape.kv_heads),
+        groups((heads + 15) / 16),
         steps((shape.head_dim + 31) / 32),
         columns(shape.value_dim / 16),
         whole(shape.head_dim % 32 == 0) {}
-  int groups;   // of 16 heads, zeros beyond the last
-  int steps;    // of 32 elements of a row
-  int columns;  // tiles
-  bool whole;   // rows end with a step
+  int kv_heads;  // 1 of latent rows
+  int heads;     // query heads of a KV head
+  int groups;    // of up to 16 of them: the lanes of a tile, zeros beyond the last
+  int steps;     // of 32 elements of a row
+  int columns;   // tiles
+  bool whole;    // rows end with a step
+};
+
+// Query heads that are the lanes of one group of a KV head.
+struct Lanes {
+  Lanes(const TileShape& s, int kv_head, int group)
+      : first(kv_head * s.heads + group * 16),
+        count(s.heads - group * 16 < 16 ? s.heads - group * 16 : 16) {}
+  __mmask16 mask() const { return static_cast<__mmask16>((1u << count) - 1); }
+  int first, count;
 };
 
 // Where things lie in the scratch memory; every part is a whole number of tiles.
 struct TileScratch {
   TileScratch(const TileShape& s, void* memory)
       : queries(static_cast<char*>(memory)),
-        staged(queries + s.groups * s.steps * kTileBytes),
+        staged(queries + s.kv_heads * s.groups * s.steps * kTileBytes),
         values(staged + kRowTiles * s.steps * kTileBytes),
         weights(values + kSumTiles * kChunks * kTileBytes),
         scores(reinterpret_cast<float*>(weights + s.groups * kWeightBytes)),
         sums(scores + kTurnTokens * 16),
         rescale(sums + kSumTiles * kTileFloats) {}
   static size_t bytes(const TileShape& s) {
-    const size_t tiles =
-        s.groups * s.steps + kRowTiles * s.steps + kSumTiles * kChunks + kRowTiles + kSumTiles;
+    const size_t tiles = s.kv_heads * s.groups * s.steps + kRowTiles * s.steps +
+                         kSumTiles * kChunks + kRowTiles + kSumTiles;
     return tiles * kTileBytes + s.groups * (kWeightBytes + kRowBytes);
   }
-  char* queries;   // [groups][steps] tiles of B
+  char* queries;   // [kv_heads][groups][steps] tiles of B
   char* staged;    // [kRowTiles][16][steps * 64 bytes]: rows that do not lie as a tile wants them
   char* values;    // [kSumTiles][kChunks] tiles of B
-  char* weights;   // [groups][kChunks][kParts] tiles of A
+  char* weights;   // [groups][kChunks][kParts] tiles of A, of one KV head
   float* scores;   // [kTurnTokens][16], of one group
   float* sums;     // [kSumTiles] tiles of C
   float* rescale;  // [groups][16]
@@ -68,10 +81,40 @@ struct RowTile {
   int64_t stride;
 };
 
+// Rows of one KV head: keys, then values if they are not the keys.
 struct TileTurn {
+  const char* const* values() const { return rows + first_value; }
   int count;
-  const char* rows[kTurnTokens];  // beyond the last to the end of its chunk: zeros
+  int fetched;      // rows that come from memory
+  int first_value;  // values beyond the last, to the end of its chunk, are zeros
+  const char* rows[2 * kTurnTokens];
 };
+
+template <bool kLatent>
+void find_tile_turn(const Shape& shape, const Region* regions, const Segment& segment, int begin,
+                    int head, TileTurn& turn) {
+  alignas(64) static const char zeros[kMaxHeadDim * 2] = {};
+  const int left = segment.end - begin;
+  const int count = left < kTurnTokens ? left : kTurnTokens;
+  turn.count = count > 0 ? count : 0;
+  turn.first_value = kLatent ? 0 : turn.count;
+  turn.fetched = kLatent ? turn.count : 2 * turn.count;
+  if (count <= 0) return;
+  const Entry* entry = segment.entries + begin / shape.page_size;
+  int offset = begin % shape.page_size;
+  for (int t = 0; t < count; ++entry, offset = 0) {
+    const Region& r = regions[entry->region];
+    const char* k = r.k + entry->page * r.k_page + offset * r.k_token + head * r.k_head;
+    const char* v = r.v + entry->page * r.v_page + offset * r.v_token + head * r.v_head;
+    const int run = shape.page_size - offset;
+    const int stop = run < count - t ? t + run : count;
+    for (; t < stop; ++t, k += r.k_token, v += r.v_token) {
+      turn.rows[t] = k;
+      if (!kLatent) turn.rows[count + t] = v;
+    }
+  }
+  for (int t = count; t % kChunk != 0; ++t) turn.rows[turn.first_value + t] = zeros;
+}
 
 void transpose(__m512i (&r)[16]) {
   __m512i t[16];
@@ -104,20 +147,22 @@ void transpose(__m512i (&r)[16]) {
 
 // Pairs of 16 heads become the rows of B, heads beyond the last are zero.
 void pack_query_tiles(const Shape& shape, const TileShape& s, const Segment& segment, char* tiles) {
-  for (int g = 0; g < s.groups; ++g)
+  for (int unit = 0; unit < s.kv_heads * s.groups; ++unit) {
+    const Lanes lanes(s, unit / s.groups, unit % s.groups);
     for (int step = 0; step < s.steps; ++step, tiles += kTileBytes) {
       const int left = shape.head_dim - 32 * step;
       const __mmask16 mask = left >= 32 ? 0xffff : static_cast<__mmask16>((1u << left / 2) - 1);
       __m512i pairs[16];
       for (int h = 0; h < 16; ++h)
-        pairs[h] =
-            g * 16 + h < shape.q_heads
-                ? _mm512_maskz_loadu_epi32(
-                      mask, segment.q + (g * 16 + h) * segment.q_head_stride + step * kRowBytes)
-                : _mm512_setzero_si512();
+        pairs[h] = h < lanes.count
+                       ? _mm512_maskz_loadu_epi32(
+                             mask, segment.q + (lanes.first + h) * segment.q_head_stride +
+                                       step * kRowBytes)
+                       : _mm512_setzero_si512();
       transpose(pairs);
       for (int r = 0; r < 16; ++r) _mm512_store_si512(tiles + r * kRowBytes, pairs[r]);
     }
+  }
 }
 
 // Rows that follow each other at one distance are used in place, others are copied together.
@@ -142,7 +187,7 @@ RowTile find_row_tile(const Shape& shape, const TileShape& s, const TileTurn& tu
 // Columns [16 c, 16 c + 32) of the values: tokens 2i and 2i + 1 become row i of B.
 void pair_values(const TileTurn& turn, int c, Ahead& ahead, char* tiles) {
   for (int chunk = 0; chunk * kChunk < turn.count; ++chunk, tiles += kTileBytes) {
-    const char* const* rows = turn.rows + chunk * kChunk;
+    const char* const* rows = turn.values() + chunk * kChunk;
     for (int i = 0; i < 16; ++i) {
       const __m512i even = _mm512_loadu_si512(rows[2 * i] + c * 32);
       const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + c * 32);
@@ -161,11 +206,12 @@ __m512i take_bits(V& weight) {
   return bits;
 }
 
-// Softmax of group g, a head a lane: scores become tiles of A, the running maxima and sums go on.
-void weigh_turn(float scale, int count, const TileScratch& at, int g, const State& state) {
-  float* running_max = state.max + g * 16;
-  float* running_sum = state.sum + g * 16;
-  const V factor = Isa::set1(scale), old_max = Isa::load(running_max);
+// Softmax of a group, a head a lane: scores become tiles of A, the running maxima and sums go on.
+void weigh_turn(float scale, int count, const TileScratch& at, int group, const Lanes& lanes,
+                const State& state) {
+  float* running_max = state.max + lanes.first;
+  float* running_sum = state.sum + lanes.first;
+  const V factor = Isa::set1(scale), old_max = _mm512_maskz_loadu_ps(lanes.mask(), running_max);
   V tops[4] = {old_max, old_max, old_max, old_max};
   for (int t = 0; t < count; ++t) {
     const V score = Isa::mul(Isa::load(at.scores + t * 16), factor);
@@ -196,36 +242,25 @@ void weigh_turn(float scale, int count, const TileScratch& at, int g, const Stat
     }
     for (int part = 0; part < kParts; ++part) {
       transpose(parts[part]);
-      char* tile = at.weights + g * kWeightBytes + (chunk * kParts + part) * kTileBytes;
+      char* tile = at.weights + group * kWeightBytes + (chunk * kParts + part) * kTileBytes;
       for (int h = 0; h < 16; ++h) _mm512_store_si512(tile + h * kRowBytes, parts[part][h]);
     }
   }
-  const V sum = Isa::load(running_sum);
-  Isa::store(running_sum, Isa::fma(sum, rescale, Isa::add(total[0], total[1])));
-  Isa::store(running_max, top);
-  Isa::store(at.rescale + g * 16, rescale);
-}
-
-void clear_tile_state(const Shape& shape, const TileShape& s, State state) {
-  for (size_t h = 0; h < padded_heads(shape); ++h) {
-    state.max[h] = kNegInf;
-    state.sum[h] = 0.0f;
-  }
-  std::memset(state.acc, 0, static_cast<size_t>(s.groups) * s.columns * kTileBytes);
+  const V sum = _mm512_maskz_loadu_ps(lanes.mask(), running_sum);
+  _mm512_mask_storeu_ps(running_sum, lanes.mask(),
+                        Isa::fma(sum, rescale, Isa::add(total[0], total[1])));
+  _mm512_mask_storeu_ps(running_max, lanes.mask(), top);
+  Isa::store(at.rescale + group * 16, rescale);
 }
 
 void finish_tiles(const Shape& shape, const State* states, int count, int h, float* out,
                   float* lse) {
-  const TileShape s(shape);
-  const auto tile_row = [&](const float* acc, int column) {
-    return acc + ((h / 16 * s.columns + column) * 16 + h % 16) * 16;
-  };
   float sums[kMaxHeadDim];
-  for (int c = 0; c < s.columns; ++c) Isa::store(sums + c * 16, Isa::zero());
+  for (int c = 0; c < shape.value_dim; c += 16) Isa::store(sums + c, Isa::zero());
   const auto add = [&](const float* acc, float factor) {
-    for (int c = 0; c < s.columns; ++c)
-      Isa::store(sums + c * 16, Isa::fma(Isa::load(tile_row(acc, c)), Isa::set1(factor),
-                                         Isa::load(sums + c * 16)));
+    const float* head = acc + static_cast<size_t>(h) * shape.value_dim;
+    for (int c = 0; c < shape.value_dim; c += 16)
+      Isa::store(sums + c, Isa::fma(Isa::load(head + c), Isa::set1(factor), Isa::load(sums + c)));
   };
   const V inverse = Isa::set1(merge_states(states, count, h, lse, add));
   const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
