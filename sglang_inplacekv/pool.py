@@ -75,14 +75,21 @@ class RegionPool(KVCache):
     def begin_forward(self, spans: list[Span], is_decode: bool, graph_rows: int | None = None) -> StepPlan:
         """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
         self.device_only = False
-        self.executor.acknowledge()
+        self._end_step()
         if is_decode and self._control is not None:
-            self._control.observe(self.executor.take_costs())
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan, graph_rows)
         self.metrics.observe(self.plan)
         return self.plan
+
+    def _end_step(self) -> None:
+        """Whatever ran before has ended: take back what it has released, and account for what it has cost."""
+        self.executor.acknowledge()
+        costs = self.executor.take_costs()
+        if self._control is not None:
+            self._control.observe(costs)
+        self.metrics.end_step(costs)
 
     def _host_tokens(self, spans: list[Span]) -> int:
         first_host = self.regions.sizes.first_host_page
@@ -91,13 +98,13 @@ class RegionPool(KVCache):
     def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
         """A forward over `spans`, all homed in D, that SGLang's own backend runs."""
         self.device_only, self.plan = True, None
-        self.executor.acknowledge()
+        self._end_step()
         if is_decode:
             self.metrics.observe_device_decode()
 
     def settle(self) -> None:
         """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
-        self.executor.acknowledge()
+        self._end_step()
         self.regions.check_integrity()
         self.metrics.export()
 

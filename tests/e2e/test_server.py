@@ -61,6 +61,11 @@ METRICS = {
     *("share_target", "share_effective", "cpu_token_seconds", "transfer_token_seconds"),
     *("region_fallback_pages", "stolen_pages", "flushed_pages", "device_evicted_tokens"),
 }
+COUNTERS = {
+    *("cpu_attended_bytes_total", "transferred_bytes_total", "flushed_bytes_total"),
+    *("cpu_attention_seconds_total", "hidden_transfer_seconds_total", "exposed_transfer_seconds_total"),
+}
+METRICS |= COUNTERS
 PROMPTS = {
     "long": long_text(2600, topic="objects")[:2600] + "\n\nIn short,",
     "medium": long_text(1000, topic="assignment")[:1000],
@@ -180,6 +185,7 @@ def test_all_regions_are_in_use(inplace: Server) -> None:
     stream.close()
     assert all(held[f'tokens{{region="{region}"}}'] > 0 for region in REGIONS), held
     assert 0 < held["share_effective"] < 1 and held["flushed_pages"] > 0
+    assert all(held[name] > 0 for name in COUNTERS), held
 
 
 def test_client_that_goes_away(inplace: Server, stock) -> None:
