@@ -1,4 +1,4 @@
-"""What the four regions did: Prometheus under `sglang:inplacekv_*`, a log line now and then."""
+"""What the four regions did: Prometheus under `sglang:inplacekv_*`, a log line now and then, and a trace where one is asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from sglang_inplacekv.feedback import Costs, ShareController
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.roofline import Line
-from sglang_inplacekv.step_plan import StepPlan
+from sglang_inplacekv.step_plan import Span, StepPlan
+from sglang_inplacekv.trace import TracedStep, TraceWriter
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
@@ -48,9 +49,11 @@ class StepMetrics:
     never waited for, two forwards later.
     """
 
-    def __init__(self, regions: Regions, control: ShareController | None) -> None:
+    def __init__(
+        self, regions: Regions, control: ShareController | None, trace: TraceWriter | None = None
+    ) -> None:
         """control: None where the share is given."""
-        self._regions, self._control = regions, control
+        self._regions, self._control, self._trace = regions, control, trace
         self._decode_steps = 0
         self.effective_share = 0.0
         self.totals = dict.fromkeys(_COUNTERS, 0.0)
@@ -76,7 +79,7 @@ class StepMetrics:
         self._counters = {name: Counter(PREFIX + name, text) for name, text in _COUNTERS.items()}
 
     def end_step(self, costs: Costs) -> None:
-        """A forward begins, or the server idles: the decode before has ended, and `costs` have become known."""
+        """A forward begins, or the server idles: `costs` have become known, and a decode that was under way counts as ended."""
         shape = self._regions.shape
         for name, value in (
             ("cpu_attended_bytes", costs.cpu_tokens * shape.token_bytes // shape.layers),
@@ -87,6 +90,8 @@ class StepMetrics:
         ):
             self.totals[name] += value
         self.totals["flushed_bytes"] = self._regions.windows.flushed_pages * shape.page_bytes
+        if self._trace is not None:
+            self._trace.end(costs)
 
     def observe(self, plan: StepPlan) -> None:
         if plan.is_decode:
@@ -95,13 +100,21 @@ class StepMetrics:
             host = computed + read["T"]
             self.effective_share = computed / host if host else 0.0
             self._count_decode()
+            self._trace_decode(plan.spans, host, read["stolen"])
         self.export()
 
-    def observe_device_decode(self) -> None:
+    def observe_device_decode(self, spans: list[Span]) -> None:
         """A decode step over D alone."""
         self.effective_share = 0.0
         if self._count_decode():
             self.export()
+        self._trace_decode(spans, 0, 0)
+
+    def idle(self) -> None:
+        """Show where things stand."""
+        self.export()
+        if self._trace is not None:
+            self._trace.flush()
 
     def _count_decode(self) -> bool:
         """Whether this step is one to report."""
@@ -110,6 +123,23 @@ class StepMetrics:
         if due:
             self._log()
         return due
+
+    def _trace_decode(self, spans: list[Span], host_tokens: int, stolen_tokens: int) -> None:
+        if self._trace is None:
+            return
+        held = self._regions.tokens_by_region()
+        self._trace.begin(
+            TracedStep(
+                step=self._decode_steps,
+                requests=len(spans),
+                tokens=sum(span.length for span in spans),
+                host_tokens=host_tokens,
+                target=self._regions.scope.target_share,
+                effective=self.effective_share,
+                stolen=stolen_tokens,
+                **{region: held[region] for region in _REGIONS},
+            )
+        )
 
     def _log(self) -> None:
         scope, held = self._regions.scope, self._regions.tokens_by_region()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import requests
@@ -116,10 +117,16 @@ def stock(model: Path) -> dict[tuple[str, str], Answer]:
 
 
 @pytest.fixture(scope="module")
-def inplace(model: Path, stock) -> Iterator[Server]:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def inplace(model: Path, stock, trace: Path) -> Iterator[Server]:
     """Started by the script that users copy, when the stock server is gone."""
     launcher = ["bash", str(ROOT / "examples/serve.sh")]
-    with Server(model, *INPLACE, env=ENVIRONMENT, launcher=launcher) as server:
+    flags = [*INPLACE, "--inplacekv-trace", str(trace)]
+    with Server(model, *flags, env=ENVIRONMENT, launcher=launcher) as server:
         server.log_at_start, server.metrics_at_start = len(server.log), metrics(server)
         yield server
 
@@ -227,6 +234,16 @@ def test_frontend_program(inplace: Server) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for section in ("fork, select, regex", "run_batch", "stream", "done in"):
         assert section in done.stdout
+
+
+def test_trace_of_all_that(inplace: Server, trace: Path, tmp_path: Path) -> None:
+    wait_until(lambda: flushed(inplace), "idle")
+    command = ["inplacekv", "trace", str(trace), "--out", str(tmp_path / "trace.svg")]
+    command[0] = str(Path(sys.executable).with_name(command[0]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > NEW_TOKENS
+    assert ElementTree.parse(tmp_path / "trace.svg").getroot().tag.endswith("svg")
 
 
 def test_nothing_was_left_behind(inplace: Server) -> None:

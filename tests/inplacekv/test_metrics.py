@@ -65,7 +65,7 @@ def test_effective_share_is_that_of_the_last_decode(sim: Simulation) -> None:
     assert own.effective_share == 0.5
     own.observe(StepPlan([], False, 4))
     assert own.effective_share == 0.5
-    own.observe_device_decode()
+    own.observe_device_decode([])
     assert own.effective_share == 0.0
 
 
