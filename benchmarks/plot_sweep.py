@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sglang_inplacekv.svg import COLOURS, Chart, ticks
+
 from .bounds import Bounds
-from .svg import COLOURS, Chart, ticks
 
 _BOUND_POINTS = 101
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .svg import COLOURS, Chart, ticks
+from sglang_inplacekv.svg import COLOURS, Chart, ticks
+
 from .trace import CPU, LANES, Interval, spans_of
 
 _SHOWN_LAYERS = 4  # of the step: more would be too fine to see

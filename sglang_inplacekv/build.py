@@ -18,6 +18,7 @@ from sglang_inplacekv.pool import InplaceMHAPool, InplaceMLAPool, RegionPool
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.server_defaults import check_settings
 from sglang_inplacekv.sizing import kv_shape, take_planned
+from sglang_inplacekv.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
             f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}"
         )
     config = InplaceConfig.from_env()
+    trace = TraceWriter(config.trace) if config.trace else None
     device = torch.device(kvc.device).type
     team = make_team(config.threads, device)
     regions = Regions(config, kv_shape(kvc), planned, team, device)
@@ -41,6 +43,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         start_layer=kvc.layer_info.start_layer,
         end_layer=kvc.layer_info.end_layer,
         device=kvc.device,
+        trace=trace,
     )
     logger.info(
         f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "

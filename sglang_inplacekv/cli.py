@@ -1,4 +1,6 @@
-"""`inplacekv plan`: what contexts would cost here. `inplacekv doctor`: what this host has, what it lacks, what to set."""
+"""`inplacekv plan`: what contexts would cost here. `inplacekv doctor`: what this host has, what it lacks, what to set.
+`inplacekv trace`: a picture of what a server did.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from sglang_inplacekv.doctor import examine
 from sglang_inplacekv.host_rates import measure_cpu, measure_link
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
 from sglang_inplacekv.roofline import Line, break_even_tokens
+from sglang_inplacekv.trace import read_trace
+from sglang_inplacekv.trace_plot import summary, trace_svg
 
 _PAGE_SIZES, _COUNTS, _RATES = (2, 65536), (1, 10**9), (1e-3, 1e6)
 
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inplacekv", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="plan|doctor")
+    commands = parser.add_subparsers(required=True, metavar="plan|doctor|trace")
     plan = commands.add_parser(
         "plan", help="memory, share and decode time of contexts of a model", allow_abbrev=False
     )
@@ -49,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
     doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
+    trace = commands.add_parser(
+        "trace", help="plot what a server with --inplacekv-trace FILE did", allow_abbrev=False
+    )
+    trace.set_defaults(run=_trace)
+    trace.add_argument("file", type=Path, metavar="FILE")
+    trace.add_argument("--out", type=Path, default=Path("trace.svg"), help="default %(default)s")
     return parser
 
 
@@ -134,6 +144,21 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if finding.advice is not None:
             print(f"     {finding.advice}")
     return int(any(finding.advice is not None for finding in findings))
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    steps, note = read_trace(arguments.file)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
+    print(summary(steps))
+    if arguments.out.exists() and arguments.out.samefile(arguments.file):
+        raise ConfigError(f"--out: asked {str(arguments.out)!r}, which is the trace itself")
+    try:
+        arguments.out.write_text(trace_svg(steps), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {arguments.out} cannot be written: {error.strerror}") from error
+    print(f"plotted in {arguments.out}")
+    return 0
 
 
 if __name__ == "__main__":

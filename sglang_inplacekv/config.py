@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,12 @@ FLAGS = (
         "auto|spill",
         "Whether a request that does not fit D alone starts at once (spill).",
     ),
+    Flag(
+        "trace",
+        "off",
+        "FILE|off",
+        "Write a line of JSON for each decode step to this file, which `inplacekv trace` plots.",
+    ),
 )
 
 TRANSFERS = ("dma", "zero-copy")
@@ -124,6 +131,7 @@ class InplaceConfig:
     policy: str = "writescope"
     threads: int | None = None
     admission: str = "auto"
+    trace: Path | None = None
     tile_tokens: int | None = None
     transfer: str = "dma"
     jitter_seed: int | None = None
@@ -180,6 +188,7 @@ class InplaceConfig:
             if text["threads"].lower() == "auto"
             else _parse_int("--inplacekv-threads", text["threads"]),
             admission=text["admission"],
+            trace=None if text["trace"].lower() == "off" else Path(text["trace"]),
             transfer=knob["TRANSFER"].lower() or "dma",
             tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
             jitter_seed=None if seed < 0 else seed,

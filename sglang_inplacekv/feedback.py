@@ -28,6 +28,13 @@ class Costs:
     cpu_tokens: int = 0
     transfer_s: float = 0.0
     transfer_tokens: int = 0
+    transfer_bytes: int = 0  # a page that requests share crosses once
+    exposed_s: float = 0.0  # what attention stood still for transfers
+
+    @property
+    def hidden_s(self) -> float:
+        """Of transfer_s, what went on behind other work. Never negative: a wait may begin before its copy does."""
+        return max(0.0, self.transfer_s - self.exposed_s)
 
 
 class MovingAverage:

@@ -1,4 +1,4 @@
-"""Counters of the four regions: Prometheus under `sglang:inplacekv_*`, and one log line now and then."""
+"""What the four regions did: Prometheus under `sglang:inplacekv_*`, a log line now and then, and a trace where one is asked."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.feedback import Costs, ShareController
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.roofline import Line
-from sglang_inplacekv.step_plan import StepPlan
+from sglang_inplacekv.step_plan import Span, StepPlan
+from sglang_inplacekv.trace import TracedStep, TraceWriter
 
 if TYPE_CHECKING:
-    from prometheus_client import Gauge
+    from prometheus_client import Counter, Gauge
 
 logger = logging.getLogger(__name__)
+PREFIX = "sglang:inplacekv_"
 _LOG_INTERVAL_STEPS = 40
 _REGIONS = ("D", "C", "T", "window")
+_TOKENS = "tokens"  # by region
 _GAUGES = {
     "share_target": "Share of host tokens that the CPU should attend.",
     "share_effective": "Share of host tokens that the CPU attended in the last decode step.",
@@ -27,32 +30,68 @@ _GAUGES = {
     "flushed_pages": "Windows copied home, since start.",
     "device_evicted_tokens": "Cached tokens evicted to make room in D, since start.",
 }
+# Prometheus adds _total to a counter's name. All but the flushes are of decodes.
+_COUNTERS = {
+    "cpu_attended_bytes": "KV that the CPU attended in place, in C and in T.",
+    "transferred_bytes": "KV of T that crossed to P.",
+    "flushed_bytes": "KV of windows copied home.",
+    "cpu_attention_seconds": "Time in which the CPU attended.",
+    "hidden_transfer_seconds": "Time of transfers behind other work.",
+    "exposed_transfer_seconds": "Time in which attention stood still for transfers.",
+}
+NAMES = (_TOKENS, *_GAUGES, *(f"{name}_total" for name in _COUNTERS))
 
 
 class StepMetrics:
-    """Observes every forward. All gauges exist from the start when SGLang's metrics are on."""
+    """Observes every forward. All metrics exist from the start when SGLang's metrics are on.
 
-    def __init__(self, regions: Regions, control: ShareController | None) -> None:
+    A decode's costs come with the next forward or when the server idles; on a GPU those of its transfers, whose clocks are
+    never waited for, two forwards later.
+    """
+
+    def __init__(
+        self, regions: Regions, control: ShareController | None, trace: TraceWriter | None = None
+    ) -> None:
         """control: None where the share is given."""
-        self._regions, self._control = regions, control
+        self._regions, self._control, self._trace = regions, control, trace
         self._decode_steps = 0
         self.effective_share = 0.0
+        self.totals = dict.fromkeys(_COUNTERS, 0.0)
+        self._exported = dict(self.totals)
+        self._logged = dict(self.totals)
         self._tokens: Gauge | None = None
         self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
         # SGLang sets this directory before it spawns the scheduler, and only with --enable-metrics.
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-            self._create_gauges()
+            self._create_metrics()
             self.export()
 
-    def _create_gauges(self) -> None:
-        from prometheus_client import Gauge
+    def _create_metrics(self) -> None:
+        from prometheus_client import Counter, Gauge
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-            return Gauge(f"sglang:inplacekv_{name}", text, labels, multiprocess_mode="mostrecent")
+            return Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
 
         text = "Tokens of allocated pages by region; 'window' counts those of C and T that are still on the device."
-        self._tokens = gauge("tokens", text, ("region",))
+        self._tokens = gauge(_TOKENS, text, ("region",))
         self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
+        self._counters = {name: Counter(PREFIX + name, text) for name, text in _COUNTERS.items()}
+
+    def end_step(self, costs: Costs) -> None:
+        """A forward begins, or the server idles: `costs` have become known, and a decode that was under way counts as ended."""
+        shape = self._regions.shape
+        for name, value in (
+            ("cpu_attended_bytes", costs.cpu_tokens * shape.token_bytes // shape.layers),
+            ("transferred_bytes", costs.transfer_bytes),
+            ("cpu_attention_seconds", costs.cpu_s),
+            ("hidden_transfer_seconds", costs.hidden_s),
+            ("exposed_transfer_seconds", costs.exposed_s),
+        ):
+            self.totals[name] += value
+        self.totals["flushed_bytes"] = self._regions.windows.flushed_pages * shape.page_bytes
+        if self._trace is not None:
+            self._trace.end(costs)
 
     def observe(self, plan: StepPlan) -> None:
         if plan.is_decode:
@@ -61,13 +100,21 @@ class StepMetrics:
             host = computed + read["T"]
             self.effective_share = computed / host if host else 0.0
             self._count_decode()
+            self._trace_decode(plan.spans, host, read["stolen"])
         self.export()
 
-    def observe_device_decode(self) -> None:
+    def observe_device_decode(self, spans: list[Span]) -> None:
         """A decode step over D alone."""
         self.effective_share = 0.0
         if self._count_decode():
             self.export()
+        self._trace_decode(spans, 0, 0)
+
+    def idle(self) -> None:
+        """Show where things stand."""
+        self.export()
+        if self._trace is not None:
+            self._trace.flush()
 
     def _count_decode(self) -> bool:
         """Whether this step is one to report."""
@@ -77,12 +124,36 @@ class StepMetrics:
             self._log()
         return due
 
+    def _trace_decode(self, spans: list[Span], host_tokens: int, stolen_tokens: int) -> None:
+        if self._trace is None:
+            return
+        held = self._regions.tokens_by_region()
+        self._trace.begin(
+            TracedStep(
+                step=self._decode_steps,
+                requests=len(spans),
+                tokens=sum(span.length for span in spans),
+                host_tokens=host_tokens,
+                target=self._regions.scope.target_share,
+                effective=self.effective_share,
+                stolen=stolen_tokens,
+                **{region: held[region] for region in _REGIONS},
+            )
+        )
+
     def _log(self) -> None:
         scope, held = self._regions.scope, self._regions.tokens_by_region()
         regions = ", ".join(f"{region} {held[region]}" for region in _REGIONS)
+        hidden_s, exposed_s = (
+            self.totals[name] - self._logged[name]
+            for name in ("hidden_transfer_seconds", "exposed_transfer_seconds")
+        )
+        self._logged = dict(self.totals)
+        hidden = f"{hidden_s / (hidden_s + exposed_s):.2f}" if hidden_s + exposed_s else "-"
         logger.info(
             f"InplaceKV decode, share target: {scope.target_share:.2f}, effective: {self.effective_share:.2f}, "
-            f"#tokens: {regions}, #fallback pages: {scope.fallback_pages}, #stolen pages: {scope.stolen_pages}"
+            f"transfer hidden: {hidden}, #tokens: {regions}, #fallback pages: {scope.fallback_pages}, "
+            f"#stolen pages: {scope.stolen_pages}"
         )
 
     def export(self) -> None:
@@ -103,6 +174,10 @@ class StepMetrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value)
+        for name, total in self.totals.items():
+            if total > self._exported[name]:
+                self._counters[name].inc(total - self._exported[name])
+                self._exported[name] = total
 
 
 def _token_seconds(line: Line | None) -> float:

@@ -16,6 +16,7 @@ from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.page_lists import PageLists
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
+from sglang_inplacekv.trace import TraceWriter
 
 
 class RegionPool(KVCache):
@@ -35,6 +36,7 @@ class RegionPool(KVCache):
         start_layer: int,
         end_layer: int,
         device: str,
+        trace: TraceWriter | None = None,
     ) -> None:
         shape = regions.shape
         self.regions, self.executor = regions, executor
@@ -45,7 +47,7 @@ class RegionPool(KVCache):
         if regions.scope.steals:
             fixed_s = cpu_attn.hand_over_seconds(regions.team)
             self._control = ShareController(regions.scope.target_share, fixed_s)
-        self.metrics = StepMetrics(regions, self._control)
+        self.metrics = StepMetrics(regions, self._control, trace)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
@@ -75,14 +77,21 @@ class RegionPool(KVCache):
     def begin_forward(self, spans: list[Span], is_decode: bool, graph_rows: int | None = None) -> StepPlan:
         """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
         self.device_only = False
-        self.executor.acknowledge()
+        self._end_step()
         if is_decode and self._control is not None:
-            self._control.observe(self.executor.take_costs())
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan, graph_rows)
         self.metrics.observe(self.plan)
         return self.plan
+
+    def _end_step(self) -> None:
+        """Between forwards: take back what the one before has released, and account for what it has cost."""
+        self.executor.acknowledge()
+        costs = self.executor.take_costs()
+        if self._control is not None:
+            self._control.observe(costs)
+        self.metrics.end_step(costs)
 
     def _host_tokens(self, spans: list[Span]) -> int:
         first_host = self.regions.sizes.first_host_page
@@ -91,15 +100,15 @@ class RegionPool(KVCache):
     def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
         """A forward over `spans`, all homed in D, that SGLang's own backend runs."""
         self.device_only, self.plan = True, None
-        self.executor.acknowledge()
+        self._end_step()
         if is_decode:
-            self.metrics.observe_device_decode()
+            self.metrics.observe_device_decode(spans)
 
     def settle(self) -> None:
         """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
-        self.executor.acknowledge()
+        self._end_step()
         self.regions.check_integrity()
-        self.metrics.export()
+        self.metrics.idle()
 
     def pages_freed(self, pages: list[int]) -> None:
         self.page_lists.page_freed()

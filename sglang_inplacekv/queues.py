@@ -34,12 +34,21 @@ class WorkQueue:
         self._thread = threading.Thread(target=self._run, name=f"inplacekv-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None], what: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue `job`; the returned ticket completes when it has run, or fails with its error."""
+    def submit(
+        self,
+        job: Callable[[], None],
+        what: str,
+        after: Sequence[Ticket] = (),
+        note_wait: Callable[[float], None] | None = None,
+    ) -> Ticket:
+        """Queue `job`; the returned ticket completes when it has run, or fails with its error.
+
+        note_wait(seconds) is called by the queue's thread with what it stood still for `after`.
+        """
         if not self._thread.is_alive():
             raise RuntimeError(f"the {self.name} queue is closed: {what} cannot run")
         done = Ticket(what)
-        self._jobs.put((job, what, tuple(after), done))
+        self._jobs.put((job, what, tuple(after), note_wait, done))
         return done
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -50,9 +59,12 @@ class WorkQueue:
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, what, after, done = item
+            job, what, after, note_wait, done = item
+            started_s = time.perf_counter()
             try:
                 wait_all(after, self._timeout_s, f"{self.name} queue, before {what},")
+                if note_wait is not None:
+                    note_wait(time.perf_counter() - started_s)
                 self._delay()
                 # Grad and inference mode belong to a thread: SGLang's own setting does not reach this one.
                 with torch.inference_mode():
@@ -61,7 +73,7 @@ class WorkQueue:
                 done.fail(error)
             else:
                 done.complete()
-            del item, job, after, done
+            del item, job, after, note_wait, done
 
     def _delay(self) -> None:
         if self._jitter is None:

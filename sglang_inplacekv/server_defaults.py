@@ -12,6 +12,7 @@ from cpu_attn import LATENT_WIDTHS, SUPPORTED_HEAD_DIMS, supports_latent
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
 from sglang_inplacekv.cores import team_cores
+from sglang_inplacekv.trace import check_path
 
 DEFAULT_PAGE_SIZE = 256
 DEFAULT_CHUNK_TOKENS = 8192
@@ -72,7 +73,10 @@ def is_selected(args: Any) -> bool:
 
 def prepare_server_args(args: Any) -> None:
     """Fill and check `args`, which select our backend, in place before SGLang resolves them."""
-    team_cores(InplaceConfig.from_env().threads)
+    config = InplaceConfig.from_env()
+    team_cores(config.threads)
+    if config.trace is not None:
+        check_path(config.trace)
     _refuse_conflicts(args)
     for field, value in _FILLED.items():
         if getattr(args, field) is None:

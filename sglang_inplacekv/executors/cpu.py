@@ -68,9 +68,13 @@ class CpuExecutor(Executor):
         ]
 
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
-        page_size = self.regions.sizes.page_size
+        page_size, shape = self.regions.sizes.page_size, self.regions.shape
+        stream = TileStream(
+            self.regions, self._copy, self._tiles, plan, self._note_copy if plan.is_decode else None
+        )
         if plan.is_decode:
-            self._costs.transfer_tokens += plan.transfer_tokens * self.regions.shape.layers
+            self._costs.transfer_tokens += plan.transfer_tokens * shape.layers
+            self._costs.transfer_bytes += sum(len(tile.pages) for tile in stream.tiles) * shape.page_bytes
         self._current = _Forward(
             plan,
             [plan.token_range(request) for request in range(len(plan.spans))],
@@ -78,14 +82,15 @@ class CpuExecutor(Executor):
             torch.from_numpy(plan.device_tokens),
             torch.from_numpy(plan.device_slots),
             CpuHomeWriter(self.regions, self._write, plan),
-            TileStream(
-                self.regions, self._copy, self._tiles, plan, self._note_copy if plan.is_decode else None
-            ),
+            stream,
             self._compute_table(plan) if plan.is_decode else None,
         )
 
     def _note_copy(self, seconds: float) -> None:
         self._costs.transfer_s += seconds
+
+    def _note_exposed(self, seconds: float) -> None:
+        self._costs.exposed_s += seconds
 
     def _compute_table(self, plan: StepPlan) -> cpu_attn.PageTable | None:
         """The CPU's pages of a decode, after those that are still being written."""
@@ -143,13 +148,14 @@ class CpuExecutor(Executor):
     def _attend_device_side(self, state: _State, layer: int, q: torch.Tensor, scale: float) -> list[Ticket]:
         """Queue attention over D (homes and windows) and over every P tile of this layer, merging into `state`."""
         stream = self._forward.stream
+        note_wait = self._note_exposed if self._forward.plan.is_decode else None
         device = partial(self._attend_device, self._forward, state, layer, q, scale)
         parts = [self._compute.submit(device, f"attention over region D, layer {layer}")]
         for tile in stream.tiles:
             buffer, copied = stream.ready(layer)
             attend = partial(self._attend_tile, self._forward, state, tile, buffer, q, scale)
             parts.append(
-                self._compute.submit(attend, f"attention over region P, layer {layer}", after=(copied,))
+                self._compute.submit(attend, f"attention over region P, layer {layer}", (copied,), note_wait)
             )
             stream.read_by(parts[-1])
         return parts

@@ -155,6 +155,8 @@ class CudaExecutor(Executor):
         self._transfers[kind] = self._transfers[kind].plus(timings)
         if forward.plan.is_decode and timings.bytes:
             self._costs.transfer_s += timings.transfer_s
+            self._costs.exposed_s += timings.exposed_s
+            self._costs.transfer_bytes += timings.bytes
             self._costs.transfer_tokens += forward.plan.transfer_tokens * self.regions.shape.layers
 
     def take_transfers(self) -> dict[str, TransferTimings]:

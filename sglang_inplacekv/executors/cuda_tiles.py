@@ -57,7 +57,8 @@ class CudaTileStream:
     are pageable: the CPU team copies them into a pinned bounce buffer first. A stream that has any is issued by the thread of
     `queue`, all of it so that the order holds, and the caller waits until a tile's copy has been issued, never for the copy.
 
-    Not `timed` saves two event records a tile and layer. `timings` is due after the forward either way.
+    Not `timed` saves two event records a tile and layer, the other two being what orders copies and attention. `timings` is
+    due after the forward either way.
     """
 
     def __init__(

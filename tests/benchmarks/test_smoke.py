@@ -23,10 +23,10 @@ from benchmarks.scale import SMOKE, Shape
 from benchmarks.server import Server
 from benchmarks.servers import BENCHMARKS, NONE, OURS, SERVERS, STOCK, ServerSetting
 from benchmarks.stats import Spread, number, step_windows, tokens_for
-from benchmarks.svg import ticks
 from benchmarks.trace import CPU, TRACE_FILE, Interval, common, lane_of, total
 from benchmarks.worker import Context, opened, run_benchmark
 from sglang_inplacekv.models import checkpoint_path, make_tiny
+from sglang_inplacekv.svg import ticks
 from tests.harness import Runner
 from tests.harness.lifecycle import torch_threads
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import requests
@@ -61,6 +62,11 @@ METRICS = {
     *("share_target", "share_effective", "cpu_token_seconds", "transfer_token_seconds"),
     *("region_fallback_pages", "stolen_pages", "flushed_pages", "device_evicted_tokens"),
 }
+COUNTERS = {
+    *("cpu_attended_bytes_total", "transferred_bytes_total", "flushed_bytes_total"),
+    *("cpu_attention_seconds_total", "hidden_transfer_seconds_total", "exposed_transfer_seconds_total"),
+}
+METRICS |= COUNTERS
 PROMPTS = {
     "long": long_text(2600, topic="objects")[:2600] + "\n\nIn short,",
     "medium": long_text(1000, topic="assignment")[:1000],
@@ -111,10 +117,16 @@ def stock(model: Path) -> dict[tuple[str, str], Answer]:
 
 
 @pytest.fixture(scope="module")
-def inplace(model: Path, stock) -> Iterator[Server]:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def inplace(model: Path, stock, trace: Path) -> Iterator[Server]:
     """Started by the script that users copy, when the stock server is gone."""
     launcher = ["bash", str(ROOT / "examples/serve.sh")]
-    with Server(model, *INPLACE, env=ENVIRONMENT, launcher=launcher) as server:
+    flags = [*INPLACE, "--inplacekv-trace", str(trace)]
+    with Server(model, *flags, env=ENVIRONMENT, launcher=launcher) as server:
         server.log_at_start, server.metrics_at_start = len(server.log), metrics(server)
         yield server
 
@@ -180,6 +192,7 @@ def test_all_regions_are_in_use(inplace: Server) -> None:
     stream.close()
     assert all(held[f'tokens{{region="{region}"}}'] > 0 for region in REGIONS), held
     assert 0 < held["share_effective"] < 1 and held["flushed_pages"] > 0
+    assert all(held[name] > 0 for name in COUNTERS), held
 
 
 def test_client_that_goes_away(inplace: Server, stock) -> None:
@@ -221,6 +234,16 @@ def test_frontend_program(inplace: Server) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for section in ("fork, select, regex", "run_batch", "stream", "done in"):
         assert section in done.stdout
+
+
+def test_trace_of_all_that(inplace: Server, trace: Path, tmp_path: Path) -> None:
+    wait_until(lambda: flushed(inplace), "idle")
+    command = ["inplacekv", "trace", str(trace), "--out", str(tmp_path / "trace.svg")]
+    command[0] = str(Path(sys.executable).with_name(command[0]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > NEW_TOKENS
+    assert ElementTree.parse(tmp_path / "trace.svg").getroot().tag.endswith("svg")
 
 
 def test_nothing_was_left_behind(inplace: Server) -> None:

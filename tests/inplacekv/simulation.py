@@ -193,7 +193,8 @@ class Simulation:
         assert costs.cpu_tokens == plan.cpu_tokens * layers and (costs.cpu_s > 0) == (plan.cpu_tokens > 0)
         if self.device == "cpu":
             assert costs.transfer_tokens == plan.transfer_tokens * layers
-            assert (costs.transfer_s > 0) == (plan.transfer_tokens > 0)
+            assert (costs.transfer_s > 0) == (plan.transfer_tokens > 0) == (costs.transfer_bytes > 0)
+            assert (costs.exposed_s > 0) == (plan.transfer_tokens > 0)
 
     def _check_prefixes(self, layer: int, requests: list[SimRequest]) -> None:
         """On a GPU SGLang expands latent rows and attends them itself: what it gets must be every row, in some order."""

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_nothing_set_is_all_auto() -> None:
 
 def test_public_names() -> None:
     """Other people's scripts use these."""
-    names = ("host-memory", "gpu-memory", "cpu-share", "policy", "threads", "admission")
+    names = ("host-memory", "gpu-memory", "cpu-share", "policy", "threads", "admission", "trace")
     assert tuple(FLAG) == names
     assert FLAG["host-memory"].option == "--inplacekv-host-memory"
     assert [flag.env for flag in FLAGS] == [
@@ -84,6 +85,8 @@ def test_share(text: str) -> None:
 def test_other_flags() -> None:
     assert config(threads="7").threads == 7
     assert config(policy="writescope").policy == "writescope"
+    assert [config(trace=text).trace for text in ("off", "OFF", "")] == [None] * 3
+    assert config(trace="x/t.jsonl").trace == Path("x/t.jsonl")
     assert [config(admission=text).admission for text in ("auto", "spill")] == ["auto", "spill"]
 
 

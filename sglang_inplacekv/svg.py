@@ -62,6 +62,13 @@ class Chart:
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>'
         )
 
+    def area(
+        self, low: Sequence[tuple[float, float]], high: Sequence[tuple[float, float]], colour: str
+    ) -> None:
+        """Fill between two curves over the same x."""
+        path = " ".join(f"{self.px(x):.1f},{self.py(y):.1f}" for x, y in [*high, *reversed(low)])
+        self._parts.append(f'<polygon points="{path}" fill="{colour}" fill-opacity="0.75"/>')
+
     def dot(self, x: float, y: float, least: float, most: float, colour: str) -> None:
         """A measured point with its range."""
         at = self.px(x)
@@ -88,17 +95,26 @@ class Chart:
             self._line(left, at, left + 26, at, colour)
             self._text(left + 32, at + 4, label, anchor="start")
 
+    def key(self, entries: Sequence[tuple[str, str, bool]]) -> None:
+        """(label, colour, dashed), side by side above the frame, from its right end."""
+        right, at = float(self._right), self._top - 10.0
+        for label, colour, dashed in reversed(entries):
+            right -= 7.0 * len(label)
+            self._text(right, at + 4, label, anchor="start")
+            extra = ' stroke-width="2" stroke-dasharray="6 4"' if dashed else ' stroke-width="3"'
+            self._line(right - 28, at, right - 6, at, colour, extra)
+            right -= 42
+
     def note(self, text: str) -> None:
         """A line below the title."""
         self._text(self._left, 43, text, anchor="start", colour="#666")
 
     def svg(self) -> str:
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {self._height}" {FONT} font-size="12">'
-        return "\n".join((head, *self._parts, "</svg>")) + "\n"
+        return stacked([self])
 
-    def _line(self, x1: float, y1: float, x2: float, y2: float, colour: str) -> None:
+    def _line(self, x1: float, y1: float, x2: float, y2: float, colour: str, extra: str = "") -> None:
         self._parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{extra}/>'
         )
 
     def _text(
@@ -118,6 +134,16 @@ class Chart:
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}{extra}>'
             f"{escape(text)}</text>"
         )
+
+
+def stacked(charts: Sequence[Chart]) -> str:
+    """One picture of charts below each other."""
+    width, height, parts = max(chart._width for chart in charts), 0, []
+    for chart in charts:
+        parts += [f'<g transform="translate(0 {height})">', *chart._parts, "</g>"] if height else chart._parts
+        height += chart._height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT} font-size="12">'
+    return "\n".join((head, *parts, "</svg>")) + "\n"
 
 
 def ticks(top: float, count: int = 5) -> list[float]:
