@@ -119,6 +119,15 @@ def test_share_cases(tmp_path: Path) -> None:
     assert all(row["difference"] < 1e-5 for row in hogs.rows), "fp32, whatever the share"
     text = report.report([tmp_path])
     assert "no table" not in text and "of the best fixed one" in text
+    drawn = {path.name: path for path in plots.draw([tmp_path], tmp_path)}
+    assert drawn.keys() == {
+        "share_growing.svg",
+        "share_hogs.svg",
+        "share_hogs_ms.svg",
+        *(f"share_sweep_{model}.svg" for model in SMOKE.share.models),
+    }
+    for path in drawn.values():
+        assert len(ElementTree.fromstring(path.read_text())) > 20
 
 
 def test_without_a_model_torch_keeps_to_one_thread(tmp_path: Path) -> None:
