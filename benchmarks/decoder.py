@@ -63,6 +63,11 @@ class Decoder(ABC):
         """What the controller has measured, of the CPU and of the link."""
         return (self.control.cpu, self.control.transfer) if self.control else (None, None)
 
+    @property
+    def out(self) -> torch.Tensor | None:
+        """What the last layer of the last step came to, if anything."""
+        return None
+
     @abstractmethod
     def place(self, shape: Shape) -> None:
         """Give back what was decoded, and decode `shape`, with homes as the scope wants them."""
@@ -102,7 +107,6 @@ class LayersDecoder(Decoder):
 
     @property
     def out(self) -> torch.Tensor:
-        """What the last layer of the last step came to."""
         return self._inputs[-1].to("cpu", torch.float32, copy=True)
 
     def _take_costs(self) -> Costs:

@@ -58,8 +58,7 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
             )
         )  # fmt: skip
         rates = [
-            f"{row['rates_gbps'].get(name, 0):.0f} / {row['plan_gbps'][i]:.0f}"
-            for i, name in enumerate(("cpu", "link"))
+            f"{row['rates_gbps'].get(side, 0):.1f} / {row['plan_gbps'][side]:.1f}" for side in ("cpu", "link")
         ]
         plans.append((row["case"], *rates, row["predicted_ms"], plan.ms, row["predicted_ms"] / plan.ms))
     columns = (
@@ -107,5 +106,5 @@ _HOG_COLUMNS = {
 
 
 def share_hogs(parts: dict[str, list[dict]]) -> str:
-    rows = rows_of(parts["share_hogs"])
+    rows = [row | {"difference": f"{row['difference']:.1e}"} for row in rows_of(parts["share_hogs"])]
     return markdown(tuple(_HOG_COLUMNS.values()), [[row.get(name) for name in _HOG_COLUMNS] for row in rows])

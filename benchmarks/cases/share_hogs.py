@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
-from ..decoder import LayersDecoder
+from ..decoder import Decoder, LayersDecoder
 from ..experiments import Change, change, settle
 from ..hogs import LinkHog, cpu_hog
 from ..layers import PAGE_TOKENS, Layers, qwen
@@ -17,24 +19,36 @@ LINK, CPU = "link hog", "CPU hog"
 
 
 def run(context) -> None:
-    scale, series = context.scale.share, {}
+    scale = context.scale.share
     grown = scale.hog.batch * scale.hog_grow_steps * PAGE_TOKENS
     layers = Layers(
         qwen(scale.layers), scale.hog.batch * scale.hog.context + grown, max_batch=scale.hog.batch
     )
+    series: dict[str, dict] = {}
     try:
-        decoder, link = LayersDecoder(layers), LinkHog()
-        hogs = {LINK: link.working, CPU: partial(cpu_hog, layers.team.cores)}
-        for name, hog in hogs.items():
-            context.part.attempt(name, partial(_measure, context, decoder, name, hog, link, series))
+        decoder, link, cores = LayersDecoder(layers), LinkHog(), layers.team.cores
+        hogs = {
+            LINK: (link.working, lambda: f"{link.gbps:.1f} GB/s"),
+            CPU: (partial(cpu_hog, cores), lambda: f"{len(cores)} processes"),
+        }
+        for name, (hog, told) in hogs.items():
+            follow = partial(compare, context.part, scale, decoder, name, hog, told, series)
+            context.part.attempt(name, follow)
     finally:
         layers.close()
     write_json(context.out / SERIES_FILE, series)
 
 
-def _measure(context, decoder: LayersDecoder, name: str, hog, link: LinkHog, series: dict) -> None:
-    """First with stealing, then with pages placed at the share that was right before the hog came."""
-    scale, part = context.scale.share, context.part
+def compare(
+    part,
+    scale,
+    decoder: Decoder,
+    name: str,
+    hog: Callable[[], AbstractContextManager],
+    told: Callable[[], str],
+    series: dict[str, dict],
+) -> None:
+    """With stealing, and with pages placed at the share that was right before the hog came. told() says what the hog did."""
     decoder.fixed(0.0, steals=False)
     decoder.place(scale.hog)
     share = settle(decoder, scale.settle_steps)
@@ -43,30 +57,31 @@ def _measure(context, decoder: LayersDecoder, name: str, hog, link: LinkHog, ser
         decoder.place(scale.hog)
         if steals:
             decoder.auto(share)
-        outs = _Outputs(decoder)
+        outs = Outputs(decoder)
         grow_steps = scale.hog_grow_steps if steals and name == CPU else 0
         found = change(decoder, scale.hog_steps, scale.hog_steps, hog, grow_steps, outs.note)
-        case = f"{name}, {'stealing' if steals else 'placed'}"
-        series[case] = _series(found)
+        what = f"{name}, {'stealing' if steals else 'placed'}"
+        series[what] = _series(found)
         part.row(
-            what=case,
+            what=what,
             case=str(scale.hog),
             layers=scale.layers,
-            steals=steals,
             **found.fields(),
-            hog=f"{link.gbps:.1f} GB/s" if name == LINK else f"{len(decoder.layers.team.cores)} processes",
+            hog=told(),
             difference=outs.difference,
         )
 
 
-class _Outputs:
+class Outputs:
     """How far the outputs of a run's steps lie apart, of the largest output: by rounding alone, whatever the shares."""
 
-    def __init__(self, decoder: LayersDecoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder, self._first, self.difference = decoder, None, 0.0
 
     def note(self) -> None:
         out = self._decoder.out
+        if out is None:
+            return
         if self._first is None:
             self._first = out
         if not torch.isfinite(out).all():

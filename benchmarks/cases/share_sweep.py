@@ -15,7 +15,7 @@ from sglang_inplacekv.models import write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
 
-from ..decoder import LayersDecoder
+from ..decoder import Decoder, LayersDecoder
 from ..experiments import distinct, settle, step_ms, sweep
 from ..layers import PAGE_TOKENS, Layers
 from ..scale import Shape
@@ -25,66 +25,62 @@ _WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class _Host:
-    """One model's layers, and what `plan` measures on the host."""
+class Planned:
+    """A model and what `inplacekv plan` measures for it on this host."""
 
     name: str
-    decoder: LayersDecoder
     model: ModelKV
     cpu: Line
     link: Line
+
+    def gbps(self, line: Line) -> float:
+        return self.model.layer_token_bytes / line.token_s / 1e9
 
 
 def run(context) -> None:
     link = measure_link() if torch.cuda.is_available() else _ASSUMED_LINK
     for kind in context.scale.share.models:
-        context.part.attempt(kind, partial(_measure_model, context, kind, link), needs_s=30)
+        context.part.attempt(kind, partial(_measure, context, kind, link), needs_s=30)
 
 
-def _measure_model(context, kind: str, link: float) -> None:
-    scale = context.scale.share
+def _measure(context, kind: str, link: float) -> None:
+    scale, part = context.scale.share, context.part
     folder = write_config(kind, context.out / f"{kind}-{scale.layers}", layers=scale.layers)
-    tokens = max(shape.batch * shape.context for shape in scale.shapes)
-    layers = Layers(
-        read_model(folder, PAGE_TOKENS), tokens, max_batch=max(shape.batch for shape in scale.shapes)
-    )
+    most = max(shape.batch * shape.context for shape in scale.shapes)
+    layers = Layers(read_model(folder, PAGE_TOKENS), most, max(shape.batch for shape in scale.shapes))
     try:
-        cpu, transfer = (
-            measure_cpu(layers.model, layers.team),
-            Line(0.0, layers.model.layer_token_bytes / link),
-        )
-        host = _Host(kind, LayersDecoder(layers), layers.model, cpu, transfer)
+        decoder, model = LayersDecoder(layers), layers.model
+        lines = measure_cpu(model, layers.team), Line(0.0, model.layer_token_bytes / link)
+        planned = Planned(kind, model, *lines)
         for shape in scale.shapes:
-            context.part.attempt(f"{kind} {shape}", partial(_measure, context, host, shape))
+            part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
     finally:
         layers.close()
 
 
-def _measure(context, host: _Host, shape: Shape) -> None:
-    scale, decoder = context.scale.share, host.decoder
-    case, pages = f"{host.name} {shape}", shape.batch * shape.context // PAGE_TOKENS
-    predicted = predict(host.model, host.cpu, host.link, shape.batch, shape.context, 0, 0.0)
+def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:
+    case, pages = f"{planned.name} {shape}", shape.batch * shape.context // PAGE_TOKENS
+    predicted = predict(planned.model, planned.cpu, planned.link, shape.batch, shape.context, 0, 0.0)
     decoder.fixed(0.0, steals=False)
     decoder.place(shape)
     auto = settle(decoder, scale.settle_steps)
     lines = dict(zip(("cpu", "link"), decoder.lines, strict=True))
     asked = (*scale.grid, *(auto + offset for offset in scale.near), predicted.share)
-    shares = distinct(asked, pages)
-    found = sweep(decoder, shares, scale.rounds, scale.round_steps)
+    found = sweep(decoder, distinct(asked, pages), scale.rounds, scale.round_steps)
     for share, steps in found.items():
-        context.part.row(
+        part.row(
             what="sweep",
             case=case,
             share=share,
             step_ms=step_ms(steps),
             layers=scale.layers,
-            host_bytes=pages * PAGE_TOKENS * host.model.shape.token_bytes,
+            host_bytes=predicted.host_bytes,
         )
     # As a server places pages: most of the CPU's share is C, in the layout and the memory made for it.
     decoder.fixed(auto, steals=True)
     decoder.place(shape)
     placed = decoder.steps(_WARM_UP_STEPS + scale.rounds * scale.round_steps)[_WARM_UP_STEPS:]
-    context.part.row(
+    part.row(
         what="controlled",
         case=case,
         auto_share=auto,
@@ -92,9 +88,7 @@ def _measure(context, host: _Host, shape: Shape) -> None:
         predicted_ms=1e3 * predicted.step_s,
         placed_ms=step_ms(placed),
         placed_floor=placed[-1].floor,
-        rates_gbps={
-            name: host.model.layer_token_bytes / line.token_s / 1e9 for name, line in lines.items() if line
-        },
-        plan_gbps=[host.model.layer_token_bytes / line.token_s / 1e9 for line in (host.cpu, host.link)],
-        fixed_us=1e6 * host.cpu.fixed_s,
+        rates_gbps={name: planned.gbps(line) for name, line in lines.items() if line},
+        plan_gbps={"cpu": planned.gbps(planned.cpu), "link": planned.gbps(planned.link)},
+        fixed_us=1e6 * planned.cpu.fixed_s,
     )
