@@ -47,12 +47,12 @@ class Decoder(ABC):
         self.scope.target_share, self.scope.steals = share, steals
 
     def step(self) -> Step:
-        begun_s = time.perf_counter()
+        begun_s = self._now_s()
         if self.control is not None:
             self.control.observe(self._take_costs())
             self.scope.target_share = self.control.share(self._host_tokens())
         computed, stolen, streamed = self._attend()
-        seconds, tokens = time.perf_counter() - begun_s, computed + stolen + streamed
+        seconds, tokens = self._now_s() - begun_s, computed + stolen + streamed
         return Step(seconds, self.scope.target_share, (computed + stolen) / tokens, computed / tokens, tokens)
 
     def steps(self, count: int) -> list[Step]:
@@ -75,6 +75,9 @@ class Decoder(ABC):
     @abstractmethod
     def grow(self) -> None:
         """Every request is a page longer, with a home as the scope wants it."""
+
+    def _now_s(self) -> float:
+        return time.perf_counter()
 
     @abstractmethod
     def _take_costs(self) -> Costs:

@@ -1,14 +1,15 @@
 """The share's benchmarks on a host without a GPU: `python -m benchmarks.share_simulation --out DIR`.
 
-Two clocks, one of them SIMULATED. The CPU's side is real: one thread attends KV in place. The link is simulated: for each layer it
-waits as long as its bytes would take at a declared rate, and copies nothing, so that it takes neither core nor memory
-from the CPU's side. Nothing is merged: what is tried is the controller and the share, never the GPU.
+Two SIMULATED clocks, and a step takes the longer of them. The CPU's is the processor time that one thread of cpu_attn takes to
+attend KV in place, really, but without what other processes take from it. The link's is bytes over a declared rate: nothing
+is copied, nothing is merged. What is tried is the controller and the share, never the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,19 +23,22 @@ import cpu_attn
 from cpu_attn.bench_inputs import fill_random, page_table
 from cpu_attn.probe import huge_buffer
 from sglang_inplacekv.feedback import Costs
-from sglang_inplacekv.host_rates import measure_cpu
 from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.write_scope import WriteScope
 
 from .cases import share_growing, share_hogs, share_sweep
 from .decoder import Decoder
 from .environment import environment
-from .hogs import cpu_hog
 from .layers import PAGE_TOKENS, qwen
 from .report import report
 from .results import Budget, Part, write_json
 from .scale import FULL, Shape, ShareScale
 
+FIXED_S = 20e-6  # declared, of handing a layer to the CPU and back
+_TASKS = Path("/proc/self/task")
+_LEAVES_S = 100e-6
+_PLAN_STEPS = 9
+_LINK_SLOWER, _CPU_SLOWER = 2.0, 4.0  # the latter so that the floor is met
 _WAIT_S = 60.0
 _SERVER = "simulated"
 _BUDGET_S = 600.0
@@ -51,22 +55,25 @@ SCALE = replace(
 
 
 class SimulatedDecoder(Decoder):
-    """One sequence of up to `tokens` in Qwen3-30B-A3B's shape; `link_gbps` may change at any time."""
+    """Requests of up to `tokens` together, seen as one, in Qwen3-30B-A3B's shape, on a host whose two sides may become slower."""
 
-    def __init__(self, scale: ShareScale, tokens: int, core: int, link_gbps: float) -> None:
-        self.team, self._costs = cpu_attn.Executor(cores=[core]), Costs()
-        super().__init__(WriteScope(0.0), cpu_attn.hand_over_seconds(self.team))
-        self.model, self.link_gbps = qwen(scale.layers), link_gbps
+    def __init__(self, layers: int, tokens: int, link_gbps: float) -> None:
+        super().__init__(WriteScope(0.0), FIXED_S)
+        before = set(os.listdir(_TASKS))
+        self.team = cpu_attn.Executor(threads=1)
+        (thread,) = set(os.listdir(_TASKS)) - before
+        self._schedstat = _TASKS / thread / "schedstat"
+        self.model, self._link_gbps, self._cpu_factor = qwen(layers), link_gbps, 1.0
+        self._costs, self._clock_s = Costs(), 0.0
         shape = self.model.shape
-        pages = tokens // PAGE_TOKENS
+        self._q = torch.randn(1, self.model.q_heads, shape.head_dim).to(shape.dtype)
         # [pages, 2, kv_heads, G, d], as region C.
         inner = (2, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
-        layers = [huge_buffer(pages * self._page_bytes, self.team) for _ in range(shape.layers)]
-        for layer in layers:
-            fill_random(layer)
-        blocks = [layer.view(shape.dtype).view(-1, *inner).transpose(2, 3) for layer in layers]
+        buffers = [huge_buffer(tokens * self.model.layer_token_bytes, self.team) for _ in range(layers)]
+        for buffer in buffers:
+            fill_random(buffer)
+        blocks = [buffer.view(shape.dtype).view(-1, *inner).transpose(2, 3) for buffer in buffers]
         self._kv = [cpu_attn.PagedKV([(own[:, 0], own[:, 1])]) for own in blocks]
-        self._q = torch.randn(1, self.model.q_heads, shape.head_dim).to(shape.dtype)
 
     def place(self, shape: Shape) -> None:
         self.scope.compute_pages = self.scope.transfer_pages = 0
@@ -87,60 +94,55 @@ class SimulatedDecoder(Decoder):
     def _host_tokens(self) -> int:
         return self.scope.host_pages * PAGE_TOKENS
 
+    def _now_s(self) -> float:
+        return self._clock_s
+
     def _attend(self) -> tuple[int, int, int]:
-        scope = self.scope
+        scope, layers = self.scope, len(self._kv)
         stolen = scope.wanted_stolen(scope.compute_pages, scope.transfer_pages)
         computed, streamed = scope.compute_pages + stolen, scope.transfer_pages - stolen
-        table = page_table(1, computed * PAGE_TOKENS, PAGE_TOKENS) if computed else None
-        for kv in self._kv:
-            job = None
-            if table is not None:
-                scale = self.model.shape.head_dim**-0.5
-                job = self.team.submit_paged_decode(self._q, kv, table, scale)
-            if streamed:
-                self._costs.transfer_s += self._cross(streamed * self._page_bytes)
-                self._costs.transfer_tokens += streamed * PAGE_TOKENS
-            if job is not None:
-                job.wait(_WAIT_S)
-                self._costs.cpu_s += job.seconds
-                self._costs.cpu_tokens += computed * PAGE_TOKENS
+        cpu_s = self._computed_s(computed)
+        link_s = layers * streamed * PAGE_TOKENS * self.model.layer_token_bytes / (self._link_gbps * 1e9)
+        self._costs.cpu_s += cpu_s
+        self._costs.cpu_tokens += layers * computed * PAGE_TOKENS
+        self._costs.transfer_s += link_s
+        self._costs.transfer_tokens += layers * streamed * PAGE_TOKENS
+        self._clock_s += max(cpu_s + (layers * FIXED_S if computed else 0.0), link_s)
         return scope.compute_pages * PAGE_TOKENS, stolen * PAGE_TOKENS, streamed * PAGE_TOKENS
 
-    @property
-    def _page_bytes(self) -> int:
-        return self.model.layer_token_bytes * PAGE_TOKENS
+    def _computed_s(self, pages: int) -> float:
+        """Processor time of attending `pages` in every layer."""
+        if not pages:
+            return 0.0
+        table = page_table(1, pages * PAGE_TOKENS, PAGE_TOKENS)
+        begun_s = self._processor_s()
+        for kv in self._kv:
+            self.team.submit_paged_decode(self._q, kv, table, self.model.shape.head_dim**-0.5).wait(_WAIT_S)
+        return self._cpu_factor * (self._processor_s() - begun_s)
 
-    def _cross(self, nbytes: int) -> float:
-        """Wait until so many bytes would have come over the declared link, and return how long that was."""
-        begun_s = time.perf_counter()
-        time.sleep(nbytes / (self.link_gbps * 1e9))
-        return time.perf_counter() - begun_s
+    def _processor_s(self) -> float:
+        # The system counts a thread's time when it leaves the processor, which it does shortly after its job's end.
+        time.sleep(_LEAVES_S)
+        return int(self._schedstat.read_text().split()[0]) / 1e9
 
     @contextmanager
-    def slower_link(self, factor: float) -> Iterator[None]:
-        before, self.link_gbps = self.link_gbps, self.link_gbps / factor
+    def slower(self, *, link: float = 1.0, cpu: float = 1.0) -> Iterator[None]:
+        """Times as slow."""
+        before = self._link_gbps, self._cpu_factor
+        self._link_gbps, self._cpu_factor = self._link_gbps / link, self._cpu_factor * cpu
         try:
             yield
         finally:
-            self.link_gbps = before
+            self._link_gbps, self._cpu_factor = before
 
 
-def measure(out: Path, scale: ShareScale, link_gbps: float, hog_factor: float = 2.0) -> None:
+def measure(out: Path, scale: ShareScale, link_gbps: float) -> None:
     """Write what the cases of the same names write on a GPU host, of server 'simulated'."""
-    *_, core = sorted(os.sched_getaffinity(0))
-    hog_tokens = scale.hog.context + scale.hog_grow_steps * PAGE_TOKENS
-    tokens = max(scale.growing_tokens[1], hog_tokens, *(shape.context for shape in scale.shapes))
-    decoder = SimulatedDecoder(scale, tokens, core, link_gbps)
-    model, series = decoder.model, {}
-    link = Line(0.0, model.layer_token_bytes / (link_gbps * 1e9))
-    planned = share_sweep.Planned("qwen3_30b_a3b", model, measure_cpu(model, decoder.team), link)
-    hogs = {
-        share_hogs.LINK: (
-            partial(decoder.slower_link, hog_factor),
-            lambda: f"link {hog_factor:g} times slower",
-        ),
-        share_hogs.CPU: (partial(cpu_hog, [core]), lambda: "1 process"),
-    }
+    longest = max(shape.batch * shape.context for shape in (*scale.shapes, scale.hog))
+    tokens = max(scale.growing_tokens[1], longest) + scale.hog_grow_steps * PAGE_TOKENS
+    decoder, series = SimulatedDecoder(scale.layers, tokens, link_gbps), {}
+    planned = _planned(decoder, tokens, link_gbps)
+    hogs = {share_hogs.LINK: {"link": _LINK_SLOWER}, share_hogs.CPU: {"cpu": _CPU_SLOWER}}
     parts = {
         name: Part(out / "parts" / f"{name}.{_SERVER}.json", name, _SERVER, "none", Budget(_BUDGET_S))
         for name in ("share_sweep", "share_growing", "share_hogs")
@@ -150,9 +152,21 @@ def measure(out: Path, scale: ShareScale, link_gbps: float, hog_factor: float = 
     steps = share_growing.compare(parts["share_growing"], scale, decoder)
     write_json(out / share_growing.SERIES_FILE, share_growing.points(steps))
     for name, hog in hogs.items():
-        share_hogs.compare(parts["share_hogs"], scale, decoder, name, *hog, series)
+        told = partial("{:g} times slower".format, *hog.values())
+        follow = partial(decoder.slower, **hog)
+        share_hogs.compare(parts["share_hogs"], scale, decoder, name, follow, told, series)
     write_json(out / share_hogs.SERIES_FILE, series)
     decoder.team.close()
+
+
+def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> share_sweep.Planned:
+    """What `plan` would measure, by the simulated clocks: the longest sequence alone on either side."""
+    decoder.place(Shape(1, tokens))
+    decoder.fixed(1.0, steals=True)
+    steps, width = decoder.steps(_PLAN_STEPS), decoder.model.layer_token_bytes
+    seconds = statistics.median(step.seconds for step in steps) / decoder.model.shape.layers - FIXED_S
+    lines = Line(FIXED_S, seconds / tokens), Line(0.0, width / (link_gbps * 1e9))
+    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines)
 
 
 def main() -> None:
