@@ -48,14 +48,14 @@ SCALE = replace(
     shapes=(Shape(1, 2048), Shape(1, 8192), Shape(1, 32768)),
     growing_tokens=(2048, 32768),
     growing_pages=1,
-    growing_shares=(0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    growing_shares=(0.5, 0.6, 0.7, 0.75, 0.8, 0.9),
     hog=Shape(1, 16384),
     hog_grow_steps=60,
 )
 
 
 class SimulatedDecoder(Decoder):
-    """Requests of up to `tokens` together, seen as one, in Qwen3-30B-A3B's shape, on a host whose two sides may become slower."""
+    """Requests of up to `tokens` together, seen as one, in Qwen3-30B-A3B's shape. Either side may become slower."""
 
     def __init__(self, layers: int, tokens: int, link_gbps: float) -> None:
         super().__init__(WriteScope(0.0), FIXED_S)
