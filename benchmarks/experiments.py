@@ -11,7 +11,7 @@ from .decoder import Decoder, Step
 from .scale import Shape
 from .stats import Spread
 
-_FOLLOWED = 0.9  # of a share's whole change
+_FOLLOWED = 0.03  # a share this close has arrived: the controller's hysteresis, and a page
 
 
 def step_ms(steps: Iterable[Step]) -> Spread:
@@ -68,10 +68,9 @@ class Change:
 
     @property
     def follow_steps(self) -> int:
-        """How many steps the share took for 0.9 of its way to where it settled."""
-        begin, end = settled(self.before), settled(self.after)
-        way = [(step.share - begin) / (end - begin) if end != begin else 1.0 for step in self.after]
-        return next(index for index, done in enumerate(way, 1) if done >= _FOLLOWED)
+        """How many steps the share took to where it settled."""
+        end = settled(self.after)
+        return next(count for count, step in enumerate(self.after, 1) if abs(step.share - end) <= _FOLLOWED)
 
     def fields(self) -> dict:
         fields = {
