@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from sglang_inplacekv.layout import (
     RegionSizes,
     window_count,
 )
+from sglang_inplacekv.planning import ModelKV
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 
@@ -27,7 +30,6 @@ from .scale import Shape
 PAGE_TOKENS = 256
 _CHUNKS = 32
 _WAIT_S = 60.0
-_SCALE = HEAD_DIM**-0.5
 
 
 def device_type() -> str:
@@ -39,17 +41,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Layers:
-    """`layers` layers of KV with `host_tokens` of random data and no D homes; close it."""
+def qwen(layers: int) -> ModelKV:
+    return ModelKV(KVShape(layers, KV_HEADS, HEAD_DIM, torch.bfloat16, PAGE_TOKENS), Q_HEADS)
 
-    def __init__(self, layers: int, host_tokens: int, max_batch: int) -> None:
+
+class Layers:
+    """The KV of `model` with `host_tokens` of random data and no D homes; close it."""
+
+    def __init__(self, model: ModelKV, host_tokens: int, max_batch: int) -> None:
         device = device_type()
-        dtype, tile = (
-            (torch.bfloat16, DEFAULT_TILE_TOKENS_CUDA)
-            if device == "cuda"
-            else (torch.float32, DEFAULT_TILE_TOKENS)
-        )
-        self.shape = KVShape(layers, KV_HEADS, HEAD_DIM, dtype, PAGE_TOKENS)
+        # The CPU stands in for the GPU in fp32, which torch attends fastest there.
+        tile = DEFAULT_TILE_TOKENS_CUDA if device == "cuda" else DEFAULT_TILE_TOKENS
+        dtype = model.shape.dtype if device == "cuda" else torch.float32
+        self.model = replace(model, shape=replace(model.shape, dtype=dtype))
+        self.shape = self.model.shape
         windows = window_count(max_batch)
         # Two chunks more than needed, since C and T each end in a chunk that they do not fill.
         needed = host_tokens // PAGE_TOKENS + windows
@@ -77,8 +82,12 @@ class Layers:
 
         `scattered` takes each request's pages at random from all of host memory.
         """
-        self.release()
         self.regions.scope.target_share = share
+        return self.plan(self.allocate(shape, scattered=scattered))
+
+    def allocate(self, shape: Shape, *, scattered: bool = False) -> list[Span]:
+        """The decode of every request's next token, with homes as the scope wants them now."""
+        self.release()
         pages_each = shape.context // PAGE_TOKENS + 1
         if scattered:
             pages = self._allocate(self.regions.homes.free_pages)
@@ -88,10 +97,26 @@ class Layers:
             # The open page comes last, as it does when a prompt of whole pages begins to decode.
             prompts = [self._allocate(pages_each - 1) for _ in range(shape.batch)]
             own = [pages + self._allocate(1) for pages in prompts]
-        spans = [
+        return [
             Span(f"r{request}", np.array(homes, dtype=np.int64), shape.context, shape.context + 1)
             for request, homes in enumerate(own)
         ]
+
+    def grown(self, spans: Sequence[Span]) -> list[Span]:
+        """The same requests a page later. What was the open page is full, and read from its home, which holds random data."""
+        for span in spans:
+            self.regions.windows.page_freed(int(span.pages[-1]))
+        return [
+            Span(
+                span.label,
+                np.append(span.pages, self._allocate(1)),
+                span.prefix + PAGE_TOKENS,
+                span.length + PAGE_TOKENS,
+            )
+            for span in spans
+        ]
+
+    def plan(self, spans: Sequence[Span]) -> StepPlan:
         self.executor.acknowledge()
         return self._planner.build(spans, is_decode=True)
 
@@ -110,24 +135,26 @@ class Layers:
 
     def step(self, plan: StepPlan, inputs: tuple[torch.Tensor, ...]) -> float:
         """Run one decode step's attention over all layers and return its seconds."""
-        q, k, v, out = inputs
+        q, *parts, out = inputs
         synchronize()
         begun_s = time.perf_counter()
         self.executor.begin_forward(plan)
         for layer in range(self.shape.layers):
-            self.executor.write_layer(layer, k, v)
-            self.executor.decode(layer, q, _SCALE, out)
+            self.executor.write_layer(layer, *parts)
+            self.executor.decode(layer, q, self.shape.head_dim**-0.5, out)
         self.executor.end_forward()
         synchronize()
         return time.perf_counter() - begun_s
 
     def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """(q, k, v, out) of one decode step."""
+        """(q, k, v, out) of one decode step, or (q, latent, out)."""
 
-        def draw(heads: int) -> torch.Tensor:
-            return torch.randn(batch, heads, HEAD_DIM, device=self._device).to(self.shape.dtype)
+        def draw(heads: int, width: int) -> torch.Tensor:
+            return torch.randn(batch, heads, width, device=self._device).to(self.shape.dtype)
 
-        return draw(Q_HEADS), draw(KV_HEADS), draw(KV_HEADS), torch.empty_like(draw(Q_HEADS))
+        shape, heads = self.shape, self.model.q_heads
+        parts = [draw(shape.kv_heads, shape.head_dim) for _ in range(shape.parts)]
+        return draw(heads, shape.head_dim), *parts, draw(heads, shape.out_dim)
 
     def host_bytes(self, plan: StepPlan) -> dict[str, int]:
         """Bytes of C and of T that a step of `plan` reads in all layers."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from .bounds import Bounds
 from .results import read_parts, rows_of, write_json
 from .servers import BENCHMARKS, OURS, STOCK
+from .share_tables import share_growing, share_hogs, share_sweep
 from .tables import markdown, ratio
 from .trace import COPY, CPU
 
@@ -166,6 +167,9 @@ def timeline(parts: dict[str, list[dict]]) -> str:
 TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
     "transfer": transfer,
     "attention": _against_bound("attention"),
+    "share_sweep": share_sweep,
+    "share_growing": share_growing,
+    "share_hogs": share_hogs,
     "timeline": timeline,
     "fits": fits,
     "prefill": prefill,

@@ -18,6 +18,27 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class ShareScale:
+    """Of the benchmarks of the share, which need no model."""
+
+    layers: int
+    shapes: tuple[Shape, ...]
+    models: tuple[str, ...]  # released kinds
+    settle_steps: int  # for the controller to arrive
+    grid: tuple[float, ...]
+    near: tuple[float, ...]  # further shares, from where the controller arrived
+    rounds: int
+    round_steps: int
+    growing_tokens: tuple[int, int]
+    growing_pages: int  # from one step to the next
+    growing_shares: tuple[float, ...]
+    growing_rounds: int
+    hog: Shape
+    hog_steps: int  # before it, and beside it
+    hog_grow_steps: int
+
+
+@dataclass(frozen=True)
 class Scale:
     """Shapes are in the order in which they are served: each batch finds the prefixes of the one before in the cache."""
 
@@ -43,7 +64,27 @@ class Scale:
     copy_bytes: int
     read_bytes: int  # well above the last-level cache
     timeline: Shape
+    share: ShareScale
 
+
+_MODELS = ("qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v2_lite")
+_SHARE = ShareScale(
+    layers=12,
+    shapes=(Shape(1, 2048), Shape(1, 8192), Shape(1, 32768), Shape(1, 131072), Shape(32, 2048)),
+    models=_MODELS,
+    settle_steps=40,
+    grid=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    near=(-0.06, -0.04, -0.02, 0.0, 0.02, 0.04, 0.06),
+    rounds=3,
+    round_steps=3,
+    growing_tokens=(2048, 65536),
+    growing_pages=1,
+    growing_shares=(0.2, 0.3, 0.4, 0.45, 0.5, 0.6),
+    growing_rounds=3,
+    hog=Shape(4, 32768),
+    hog_steps=60,
+    hog_grow_steps=64,
+)
 
 FULL = Scale(
     fits=(Shape(32, 8192), Shape(16, 8192), Shape(4, 8192), Shape(1, 8192), Shape(1, 32768)),
@@ -68,6 +109,7 @@ FULL = Scale(
     copy_bytes=2**30,
     read_bytes=2**31,
     timeline=Shape(4, 16384),
+    share=_SHARE,
 )
 
 QUICK = replace(
@@ -78,6 +120,18 @@ QUICK = replace(
     sweep_shares=(0.6, 0.0, 1.0),
     million=Shape(8, 32000),
     repeats=5,
+    share=replace(
+        _SHARE,
+        shapes=(Shape(1, 2048), Shape(1, 32768), Shape(1, 131072)),
+        grid=(0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0),
+        near=(-0.04, -0.02, 0.0, 0.02, 0.04),
+        rounds=2,
+        growing_pages=2,
+        growing_shares=(0.3, 0.4, 0.5, 0.6),
+        growing_rounds=2,
+        hog_steps=48,
+        hog_grow_steps=32,
+    ),
 )
 
 SMOKE = Scale(
@@ -103,4 +157,21 @@ SMOKE = Scale(
     copy_bytes=2**20,
     read_bytes=2**20,
     timeline=Shape(2, 96),
+    share=ShareScale(
+        layers=2,
+        shapes=(Shape(1, 2048), Shape(2, 1024)),
+        models=("qwen3_30b_a3b", "deepseek_v2_lite"),
+        settle_steps=8,
+        grid=(0.0, 0.5, 1.0),
+        near=(-0.1, 0.0),
+        rounds=1,
+        round_steps=2,
+        growing_tokens=(512, 2048),
+        growing_pages=2,
+        growing_shares=(0.0, 0.5),
+        growing_rounds=1,
+        hog=Shape(2, 2048),
+        hog_steps=8,
+        hog_grow_steps=4,
+    ),
 )

@@ -62,14 +62,31 @@ def _ours(name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int) -> 
 
 
 SERVERS = (
-    ServerSetting("no_model", NONE, ("transfer", "attention"), needs_s=30.0),
+    ServerSetting(
+        "no_model",
+        NONE,
+        ("transfer", "attention", "share_sweep", "share_growing", "share_hogs"),
+        needs_s=30.0,
+    ),
     _stock("stock", ("fits", "prefill")),
     _ours("resident", ("fits", "prefill"), "auto", 8 * 10**9),
     # No D homes: every page but the open ones is in host memory. Windows and tiles are 1.2 GB.
     _ours("spilled", ("prefill", "timeline", "decode_sweep", "long", "million"), "0tok", HOST_MEMORY_BYTES),
     _stock("stock_small", ("long", "million"), max_total_tokens=SMALL_POOL_TOKENS),
 )
-BENCHMARKS = ("transfer", "attention", "timeline", "fits", "prefill", "decode_sweep", "long", "million")
+BENCHMARKS = (
+    "transfer",
+    "attention",
+    "share_sweep",
+    "share_growing",
+    "share_hogs",
+    "timeline",
+    "fits",
+    "prefill",
+    "decode_sweep",
+    "long",
+    "million",
+)
 
 
 def by_name(name: str) -> ServerSetting:

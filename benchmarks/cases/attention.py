@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..layers import Layers
+from ..layers import Layers, qwen
 from ..stats import Spread
 
 _WARM_UP_STEPS = 2
@@ -11,7 +11,7 @@ _WARM_UP_STEPS = 2
 def run(context) -> None:
     scale, part = context.scale, context.part
     tokens = max(shape.batch * shape.context for shape in scale.sweep)
-    layers = Layers(scale.stream_layers, tokens, max(shape.batch for shape in scale.sweep))
+    layers = Layers(qwen(scale.stream_layers), tokens, max(shape.batch for shape in scale.sweep))
     try:
         for share in scale.sweep_shares:
             for shape in scale.sweep:

@@ -8,7 +8,7 @@ import torch
 
 from sglang_inplacekv.step_plan import StepPlan
 
-from ..layers import Layers, synchronize
+from ..layers import Layers, qwen, synchronize
 from ..probes import dram_read, joint, pinned_copy
 from ..scale import Shape
 from ..stats import Spread
@@ -21,7 +21,7 @@ def run(context) -> None:
     if cuda:
         part.attempt("copy", lambda: part.row(what="H2D copy alone", gbps=pinned_copy(scale)))
     # Twice the tokens, so that scattered pages have no neighbours.
-    layers = Layers(scale.stream_layers, 2 * scale.stream_tokens, max_batch=1)
+    layers = Layers(qwen(scale.stream_layers), 2 * scale.stream_tokens, max_batch=1)
     try:
         for scattered in (False, True):
             order = "scattered" if scattered else "adjacent"

@@ -102,6 +102,34 @@ def test_cases_without_a_model(tmp_path: Path) -> None:
     assert [row["effective_share"] for row in attention.rows] == [0.5, 0.0]
 
 
+def test_share_cases(tmp_path: Path) -> None:
+    sweep = measured("share_sweep", None, "none", tmp_path)
+    controlled = [row for row in sweep.rows if row["what"] == "controlled"]
+    assert len(controlled) == len(SMOKE.share.models) * len(SMOKE.share.shapes)
+    for row in controlled:
+        own = [other for other in sweep.rows if other["what"] == "sweep" and other["case"] == row["case"]]
+        assert {row["auto_share"], row["predicted_share"], 0.0, 1.0} <= {other["share"] for other in own}
+        assert row["placed_floor"] <= row["auto_share"]
+    growing = measured("share_growing", None, "none", tmp_path)
+    assert [row["share"] for row in growing.rows] == ["auto", *SMOKE.share.growing_shares]
+    hogs = measured("share_hogs", None, "none", tmp_path)
+    assert [row["what"] for row in hogs.rows] == [
+        f"{hog}, {how}" for hog in ("link hog", "CPU hog") for how in ("stealing", "placed")
+    ]
+    assert all(row["difference"] < 1e-5 for row in hogs.rows), "fp32, whatever the share"
+    text = report.report([tmp_path])
+    assert "no table" not in text and "of the best fixed one" in text
+    drawn = {path.name: path for path in plots.draw([tmp_path], tmp_path)}
+    assert drawn.keys() == {
+        "share_growing.svg",
+        "share_hogs.svg",
+        "share_hogs_ms.svg",
+        *(f"share_sweep_{model}.svg" for model in SMOKE.share.models),
+    }
+    for path in drawn.values():
+        assert len(ElementTree.fromstring(path.read_text())) > 20
+
+
 def test_without_a_model_torch_keeps_to_one_thread(tmp_path: Path) -> None:
     with torch_threads(2), opened(ServerSetting("no_model", NONE, ()), tmp_path, None, SMOKE):
         assert torch.get_num_threads() == 1

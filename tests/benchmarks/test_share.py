@@ -1,0 +1,158 @@
+"""The experiments on the share over a host that is only two lines: what they ask, count and conclude."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decoder import Decoder
+from benchmarks.experiments import change, distinct, growing, settle, sweep
+from benchmarks.hogs import LinkHog, cpu_hog
+from benchmarks.report import report
+from benchmarks.scale import SMOKE, Shape
+from benchmarks.share_simulation import measure
+from benchmarks.share_tables import Verdict
+from sglang_inplacekv.feedback import HALF_LIFE_STEPS, Costs
+from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
+from sglang_inplacekv.write_scope import PLACED_OF_TARGET, WriteScope
+
+PAGE, LAYERS = 256, 24
+
+
+class LinesDecoder(Decoder):
+    """Takes the times of two lines, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.cpu, self.link, self.clock_s, self.costs = Line(30e-6, 25e-9), Line(0.0, 40e-9), 0.0, Costs()
+        super().__init__(WriteScope(0.0), self.cpu.fixed_s)
+
+    def place(self, shape: Shape) -> None:
+        self.scope.compute_pages = self.scope.transfer_pages = 0
+        self._add(shape.batch * shape.context // PAGE)
+
+    def grow(self) -> None:
+        self._add(1)
+
+    def _add(self, pages: int) -> None:
+        computed = self.scope.wanted_compute(pages)
+        self.scope.compute_pages += computed
+        self.scope.transfer_pages += pages - computed
+
+    def _now_s(self) -> float:
+        return self.clock_s
+
+    def _take_costs(self) -> Costs:
+        taken, self.costs = self.costs, Costs()
+        return taken
+
+    def _host_tokens(self) -> int:
+        return self.scope.host_pages * PAGE
+
+    def _attend(self) -> tuple[int, int, int]:
+        tokens = self._host_tokens()
+        stolen = PAGE * self.scope.wanted_stolen(self.scope.compute_pages, self.scope.transfer_pages)
+        computed = self.scope.compute_pages * PAGE
+        by_cpu, by_link = computed + stolen, tokens - computed - stolen
+        self.clock_s += LAYERS * layer_seconds(by_cpu / tokens, self.cpu, self.link, tokens)
+        self.costs = Costs(
+            LAYERS * self.cpu.token_s * by_cpu,
+            LAYERS * by_cpu,
+            LAYERS * self.link.token_s * by_link,
+            LAYERS * by_link,
+        )
+        return computed, stolen, by_link
+
+    def best(self) -> float:
+        return balanced_share(self.cpu, self.link, self._host_tokens())
+
+    @contextmanager
+    def slower(self, **factors: float) -> Iterator[None]:
+        before = self.cpu, self.link
+        for side, factor in factors.items():
+            line = getattr(self, side)
+            setattr(self, side, replace(line, token_s=factor * line.token_s))
+        try:
+            yield
+        finally:
+            self.cpu, self.link = before
+
+
+def test_a_sweep_takes_each_share_and_its_best_is_where_the_controller_arrives() -> None:
+    decoder, shape = LinesDecoder(), Shape(4, 16384)
+    decoder.place(shape)
+    auto = settle(decoder, 40)
+    shares = distinct([i / 50 for i in range(51)], shape.batch * shape.context // PAGE)
+    found = sweep(decoder, shares, rounds=2, steps=3)
+    assert [len(steps) for steps in found.values()] == [6] * 51
+    assert all(step.share == share and step.floor == 0 for share, steps in found.items() for step in steps)
+    verdict = Verdict.of(auto, [(share, steps[0].seconds) for share, steps in found.items()])
+    assert verdict.is_good and abs(verdict.best_share - decoder.best()) < 0.02
+
+
+def test_shares_in_whole_pages_are_distinct() -> None:
+    assert distinct([-0.1, 0.0, 0.1, 0.2, 0.24, 0.26, 0.6, 1.0, 1.1], 4) == [0.0, 0.25, 0.5, 1.0]
+
+
+def test_a_verdict_asks_for_time_and_place() -> None:
+    points = [(0.3, 12.0), (0.4, 10.2), (0.5, 10.0), (0.6, 10.4)]
+    assert Verdict.of(0.4, points) == Verdict(0.5, 10.0, (0.4, 0.5), 0.4, 10.2)
+    assert Verdict.of(0.4, points).is_good
+    assert not Verdict.of(0.6, points).is_good
+    assert not Verdict.of(0.52, points).is_good, "nearest to a good one, but outside of the range"
+
+
+def test_a_growing_sequence_is_decoded_in_time_with_the_best_fixed_share() -> None:
+    decoder, totals = LinesDecoder(), {}
+    for share in ("auto", 0.4, 0.5, 0.6, 0.7):
+        if share == "auto":
+            decoder.auto()
+        else:
+            decoder.fixed(share, steals=False)
+        steps = growing(decoder, 2048, PAGE, range(8, 257))
+        totals[share] = sum(step.seconds for step in steps)
+        assert [step.tokens for step in steps] == [pages * PAGE for pages in range(8, 257)]
+    assert totals["auto"] <= 1.02 * min(totals.values())
+
+
+def test_a_slower_link_is_followed_by_stealing() -> None:
+    decoder = LinesDecoder()
+    decoder.auto(0.6)
+    decoder.place(Shape(4, 32768))
+    found = change(decoder, 40, 60, lambda: decoder.slower(link=2.0))
+    fields = found.fields()
+    assert fields["share_after"] > fields["share_before"] + 0.1
+    assert 1 < fields["follow_steps"] <= 4 * HALF_LIFE_STEPS
+    assert fields["after_ms"].median < 1.5 * fields["before_ms"].median, (
+        "placed pages would take twice as long"
+    )
+
+
+def test_a_slower_cpu_is_followed_to_the_floor_and_below_by_growing() -> None:
+    decoder = LinesDecoder()
+    decoder.auto(0.6)
+    decoder.place(Shape(4, 32768))
+    found = change(decoder, 40, 60, lambda: decoder.slower(cpu=4.0), grow_steps=64)
+    fields = found.fields()
+    assert fields["floor"] == pytest.approx(PLACED_OF_TARGET * 0.6, abs=0.01)
+    assert fields["share_after"] == fields["floor"] > fields["target_after"]
+    assert fields["share_grown"] == fields["floor_grown"] < fields["floor"] - 0.03
+
+
+def test_the_simulation_writes_what_the_tables_need(tmp_path: Path) -> None:
+    measure(tmp_path, SMOKE.share, link_gbps=3.0)
+    text = report([tmp_path])
+    assert "no table" not in text and text.count("4 times slower") == 2
+
+
+def test_hogs_work_and_end() -> None:
+    link = LinkHog()
+    with link.working():
+        pass
+    with pytest.raises(ZeroDivisionError), link.working(), cpu_hog(sorted(os.sched_getaffinity(0))[:1]):
+        raise ZeroDivisionError
+    assert link.gbps >= 0
