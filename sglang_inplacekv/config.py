@@ -93,6 +93,13 @@ FLAGS = (
     Flag("policy", "writescope", "writescope", "Placement policy."),
     Flag("threads", "auto", "auto|N", "CPU attention threads; auto is what affinity and cgroup quota allow."),
     Flag(
+        "probe",
+        "auto",
+        "auto|redo|off",
+        "Rates of this host, by which threads and CPU share start: kept from an earlier start if there are any (auto), "
+        "measured again, or neither.",
+    ),
+    Flag(
         "admission",
         "auto",
         "auto|spill",
@@ -101,6 +108,7 @@ FLAGS = (
 )
 
 TRANSFERS = ("dma", "zero-copy")
+PROBES = ("auto", "redo", "off")
 
 # Knobs for tests and measurements: environment only, no compatibility promise.
 TEST_KNOBS = {
@@ -123,6 +131,7 @@ class InplaceConfig:
     cpu_share: float | None = None
     policy: str = "writescope"
     threads: int | None = None
+    probe: str = "auto"
     admission: str = "auto"
     tile_tokens: int | None = None
     transfer: str = "dma"
@@ -142,6 +151,10 @@ class InplaceConfig:
         if self.transfer not in TRANSFERS:
             raise ConfigError(
                 f"{ENV_PREFIX}TRANSFER: asked {self.transfer!r}, possible are {' and '.join(TRANSFERS)}"
+            )
+        if self.probe not in PROBES:
+            raise ConfigError(
+                f"--inplacekv-probe: asked {self.probe!r}, possible are {', '.join(map(repr, PROBES))}"
             )
         if self.admission not in ("auto", "spill"):
             raise ConfigError(
@@ -179,6 +192,7 @@ class InplaceConfig:
             threads=None
             if text["threads"].lower() == "auto"
             else _parse_int("--inplacekv-threads", text["threads"]),
+            probe=text["probe"],
             admission=text["admission"],
             transfer=knob["TRANSFER"].lower() or "dma",
             tile_tokens=_parse_int("SGLANG_INPLACEKV_TILE_TOKENS", tile, least=1) if tile else None,
