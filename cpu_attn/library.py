@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,14 @@ def supported_isas() -> list[str]:
     return _supported(library())
 
 
-def default_threads() -> int:
-    """Return the cores this process may use: min(affinity, cgroup quota) rounded down, at least 1."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), _quota_cores())))
+def default_threads(allowed: Collection[int] | None = None, root: Path = Path("/")) -> int:
+    """Return how many of the cores `allowed` (default: the affinity) this process may keep busy, at least 1.
+
+    min(allowed, cgroup quota) rounded down; /proc and /sys are those below `root`.
+    """
+    cores = os.sched_getaffinity(0) if allowed is None else allowed
+    quota = _quota_cores(root / "proc/self/cgroup", root / "sys/fs/cgroup")
+    return max(1, int(min(len(cores), quota)))
 
 
 def _quota_cores(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -104,11 +110,12 @@ def _quota_cores(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        base = root / "cpu" if controllers else root
         # A limit of any ancestor binds; inside a container the path may not exist below the root.
         relative = Path(path.lstrip("/"))
-        for group in [relative, *relative.parents]:
-            cores = min(cores, _group_cores(base / group))
+        # v1 mounts controllers by their joint name and, mostly, links the single ones to it.
+        for base in {"cpu", controllers} if controllers else {"."}:
+            for group in [relative, *relative.parents]:
+                cores = min(cores, _group_cores(root / base / group))
     return cores
 
 

@@ -16,7 +16,8 @@ MULTIPLY_S = 0.01  # of one timed run
 
 def huge_buffer(size_bytes: int, executor: Executor) -> Tensor:
     """Return [size_bytes] uint8 in huge pages where the system grants them, touched by the team."""
-    memory = mmap.mmap(-1, size_bytes)
+    # Private: shared anonymous memory gets no huge pages.
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)

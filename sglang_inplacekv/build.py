@@ -14,11 +14,15 @@ from sglang_inplacekv.allocator import InplaceAllocator
 from sglang_inplacekv.config import InplaceConfig, refuses_in_one_line
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.executors import make_executor
+from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.planning import ModelKV
 from sglang_inplacekv.pool import InplaceMHAPool, InplaceMLAPool, RegionPool
+from sglang_inplacekv.probes import HostRates, host_rates
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.server_defaults import check_settings
 from sglang_inplacekv.sizing import kv_shape, take_planned
 from sglang_inplacekv.trace import TraceWriter
+from sglang_inplacekv.write_scope import AUTO_START_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +38,14 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
     config = InplaceConfig.from_env()
     trace = TraceWriter(config.trace) if config.trace else None
     device = torch.device(kvc.device).type
-    team = make_team(config.threads, device)
-    regions = Regions(config, kv_shape(kvc), planned, team, device)
+    model = ModelKV(kv_shape(kvc), kvc.model_config.get_num_attention_heads(1))
+    rates = _probe(config, model, device)
+    team = make_team(config.threads if rates is None else rates.team.threads, device)
+    regions = Regions(config, model.shape, planned, team, device)
     pool = (InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool)(
         regions,
         make_executor(regions, device),
+        make_control(regions, model, rates),
         req_to_token_pool,
         start_layer=kvc.layer_info.start_layer,
         end_layer=kvc.layer_info.end_layer,
@@ -49,9 +56,32 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "
         f"tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
         f"{planned.tile_pages} pages, page size {planned.page_size}, share target {regions.scope.target_share:g}, "
-        f"CPU attention {cpu_attn.isa()}"
+        f"CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
     )
     return pool
+
+
+def _probe(config: InplaceConfig, model: ModelKV, device: str) -> HostRates | None:
+    if config.probe == "off":
+        return None
+    rates = host_rates(model, device, config.threads, redo=config.probe == "redo")
+    attention = model.layer_token_bytes / rates.cpu_line.token_s
+    logger.info(f"InplaceKV host: {rates}; CPU attention {attention / 1e9:.1f} GB/s")
+    return rates
+
+
+def make_control(regions: Regions, model: ModelKV, rates: HostRates | None) -> ShareController | None:
+    """What moves the CPU's share, and where pages are placed until it does; None where the share is given.
+
+    It starts from the rates. Where they are not known, or there is no link, it starts from a constant.
+    """
+    if not regions.scope.steals:
+        return None
+    fixed_s = cpu_attn.hand_over_seconds(regions.team) if rates is None else rates.cpu_line.fixed_s
+    control = ShareController(AUTO_START_SHARE, fixed_s, None if rates is None else rates.lines(model))
+    # Pages are placed before the first decode tells how many there will be: as if they filled the host.
+    regions.scope.target_share = control.share(regions.sizes.host_pages * regions.sizes.page_size)
+    return control
 
 
 def build_allocator(pool: RegionPool) -> InplaceAllocator:

@@ -15,8 +15,8 @@ import cpu_attn
 from sglang_inplacekv.config import ConfigError, parse_size
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.doctor import examine
-from sglang_inplacekv.host_rates import measure_cpu, measure_link
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
+from sglang_inplacekv.probes import host_rates
 from sglang_inplacekv.roofline import Line, break_even_tokens
 from sglang_inplacekv.trace import read_trace
 from sglang_inplacekv.trace_plot import summary, trace_svg
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cpu-gbps", help="KV that CPU attention reads a second; else measured")
     plan.add_argument("--link-gbps", help="to the GPU; else measured, if there is a GPU")
     plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
+    plan.add_argument("--redo-probes", action="store_true", help="measure again what an earlier run has kept")
     doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
     trace = commands.add_parser(
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.set_defaults(run=_trace)
     trace.add_argument("file", type=Path, metavar="FILE")
     trace.add_argument("--out", type=Path, default=Path("trace.svg"), help="default %(default)s")
+    doctor.add_argument("--redo", action="store_true", help="measure again what an earlier run has kept")
     return parser
 
 
@@ -85,8 +87,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if device_bytes is None:
         raise ConfigError("--gpu-memory: asked auto, possible is a size such as 4GB")
     model = read_model(arguments.model, _number("--page-size", arguments.page_size, *_PAGE_SIZES, int))
-    transfer = Line(0.0, model.layer_token_bytes / _link(arguments))
-    cpu = _cpu_line(model, arguments)
+    cpu, transfer = _lines(model, arguments)
     print(
         f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token ({str(model.shape.dtype).removeprefix('torch.')}), "
         f"{model.shape.layers} layers; CPU attention {model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and "
@@ -115,30 +116,36 @@ def _row(found: Prediction) -> str:
     )
 
 
-def _cpu_line(model: ModelKV, arguments: argparse.Namespace) -> Line:
-    asked = arguments.cpu_gbps
-    rate = None if asked is None else _number("--cpu-gbps", asked, *_RATES) * 1e9
-    try:
-        with make_team(None, "cuda" if torch.cuda.is_available() else "cpu") as team:
-            if rate is None:
-                return measure_cpu(model, team)
-            return Line(cpu_attn.hand_over_seconds(team), model.layer_token_bytes / rate)
-    except RuntimeError as error:  # no library, or one of another version
-        raise ConfigError(f"CPU attention does not run here: {error}") from error
-
-
-def _link(arguments: argparse.Namespace) -> float:
-    if arguments.link_gbps is not None:
-        return _number("--link-gbps", arguments.link_gbps, *_RATES) * 1e9
-    if not torch.cuda.is_available():
+def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line]:
+    """Of CPU and transfer, for a layer: as given, and measured where they are not."""
+    given = {
+        option: None if text is None else _number(option, text, *_RATES) * 1e9
+        for option, text in (("--cpu-gbps", arguments.cpu_gbps), ("--link-gbps", arguments.link_gbps))
+    }
+    cpu_rate, link_rate = given.values()
+    has_gpu = torch.cuda.is_available()
+    if link_rate is None and not has_gpu:
         raise ConfigError(
             "--link-gbps: unset, and this host has no GPU to measure: possible is a rate such as 50"
         )
-    return measure_link()
+    device = "cuda" if has_gpu else "cpu"
+    try:
+        if cpu_rate is not None and link_rate is not None:
+            with make_team(None, device) as team:
+                cpu = Line(cpu_attn.hand_over_seconds(team), 0.0)
+        else:
+            rates = host_rates(model, device, redo=arguments.redo_probes)
+            cpu, link_rate = rates.cpu_line, link_rate or rates.link_bytes_s
+    except RuntimeError as error:  # no library, or one of another version
+        raise ConfigError(f"CPU attention does not run here: {error}") from error
+    assert link_rate is not None
+    if cpu_rate is not None:
+        cpu = Line(cpu.fixed_s, model.layer_token_bytes / cpu_rate)
+    return cpu, Line(0.0, model.layer_token_bytes / link_rate)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = examine()
+    findings = examine(redo=arguments.redo)
     for finding in findings:
         print(f"{'ok  ' if finding.advice is None else 'LOOK'} {finding.what}: {finding.found}")
         if finding.advice is not None:

@@ -94,6 +94,13 @@ FLAGS = (
     Flag("policy", "writescope", "writescope", "Placement policy."),
     Flag("threads", "auto", "auto|N", "CPU attention threads; auto is what affinity and cgroup quota allow."),
     Flag(
+        "probe",
+        "auto",
+        "auto|redo|off",
+        "Rates of this host, by which threads and CPU share start: kept from an earlier start if there are any (auto), "
+        "measured again, or neither.",
+    ),
+    Flag(
         "admission",
         "auto",
         "auto|spill",
@@ -108,6 +115,7 @@ FLAGS = (
 )
 
 TRANSFERS = ("dma", "zero-copy")
+PROBES = ("auto", "redo", "off")
 
 # Knobs for tests and measurements: environment only, no compatibility promise.
 TEST_KNOBS = {
@@ -130,6 +138,7 @@ class InplaceConfig:
     cpu_share: float | None = None
     policy: str = "writescope"
     threads: int | None = None
+    probe: str = "auto"
     admission: str = "auto"
     trace: Path | None = None
     tile_tokens: int | None = None
@@ -150,6 +159,10 @@ class InplaceConfig:
         if self.transfer not in TRANSFERS:
             raise ConfigError(
                 f"{ENV_PREFIX}TRANSFER: asked {self.transfer!r}, possible are {' and '.join(TRANSFERS)}"
+            )
+        if self.probe not in PROBES:
+            raise ConfigError(
+                f"--inplacekv-probe: asked {self.probe!r}, possible are {', '.join(map(repr, PROBES))}"
             )
         if self.admission not in ("auto", "spill"):
             raise ConfigError(
@@ -187,6 +200,7 @@ class InplaceConfig:
             threads=None
             if text["threads"].lower() == "auto"
             else _parse_int("--inplacekv-threads", text["threads"]),
+            probe=text["probe"],
             admission=text["admission"],
             trace=None if text["trace"].lower() == "off" else Path(text["trace"]),
             transfer=knob["TRANSFER"].lower() or "dma",

@@ -13,7 +13,9 @@ import torch
 import cpu_attn
 from sglang_inplacekv.arena import host_memory_available
 from sglang_inplacekv.compat import SGLANG_VERSION
-from sglang_inplacekv.cores import team_cores
+from sglang_inplacekv.cores import topology
+from sglang_inplacekv.probes import host_rates
+from sglang_inplacekv.topology import Topology
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _BATCHED_COPIES_SINCE = (13, 0)
@@ -26,13 +28,18 @@ class Finding:
     advice: str | None = None  # None: as it should be
 
 
-def examine() -> list[Finding]:
+def examine(redo: bool = False) -> list[Finding]:
+    """redo: measure again what an earlier run has kept."""
     has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    here = topology(device)
     return [
         sglang(),
         plugin(),
         instruction_set(),
-        cores(len(team_cores(None)), cpu_attn.default_threads(), has_gpu),
+        cores(here.most_threads, here.usable, has_gpu),
+        nodes(here, has_gpu),
+        rates(device, redo),
         huge_pages(_HUGE_PAGES),
         Finding("host memory", f"{host_memory_available() / 1e9:.1f} GB that host and cgroup still allow"),
         *(gpu() if has_gpu else [Finding("GPU", "none: the torch executor plays its part")]),
@@ -69,9 +76,37 @@ def instruction_set() -> Finding:
 
 def cores(team: int, usable: int, has_gpu: bool) -> Finding:
     """Beside a GPU a core should be left to whoever feeds the team."""
-    found = f"{team} attention threads of {usable} cores that affinity and cgroup quota allow"
+    found = f"at most {team} attention threads of {usable} cores that affinity and cgroup quota allow"
     advice = "no core is left beside the team: --inplacekv-threads below that lets it spin between layers"
     return Finding("cores", found, advice if has_gpu and team >= usable else None)
+
+
+def nodes(here: Topology, has_gpu: bool) -> Finding:
+    """Where the allowed cores lie. Attention beside a GPU wants those on its node."""
+    own = [number for number, node in here.nodes.items() if node.cores.intersection(here.cores)]
+    bare = [number for number, node in here.nodes.items() if node.memory_bytes == 0]
+    found = f"{here.physical} physical of {len(here.cores)} cores, on {_numbered(own)} of {len(here.nodes)}"
+    found += f"; without memory {_numbered(bare)}" if bare else ""
+    if not has_gpu:
+        return Finding("topology", found)
+    if here.gpu_node is None:
+        return Finding("topology", f"{found}; the GPU's node is not told")
+    found += f"; the GPU on node {here.gpu_node} with {here.near_cores} of them"
+    has_cores = here.gpu_node in here.nodes and bool(here.nodes[here.gpu_node].cores)
+    advice = f"affinity leaves out the cores of the GPU's node: numactl --cpunodebind={here.gpu_node}"
+    return Finding("topology", found, advice if has_cores and not here.near_cores else None)
+
+
+def _numbered(numbers: list[int]) -> str:
+    return f"node{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "no node"
+
+
+def rates(device: str, redo: bool) -> Finding:
+    """The knee of memory reads: a model whose attention is bound by arithmetic may get more threads when it is served."""
+    try:
+        return Finding("rates", str(host_rates(None, device, redo=redo)))
+    except RuntimeError as error:  # no library, or the GPU does not let itself be measured
+        return Finding("rates", "not measured", str(error))
 
 
 def huge_pages(path: Path) -> Finding:

@@ -62,10 +62,14 @@ class MovingAverage:
 class ShareController:
     """Target share from moving averages of what a token costs on either side."""
 
-    def __init__(self, start: float, cpu_fixed_s: float) -> None:
-        """start: the share until both sides have been measured. cpu_fixed_s: of handing a layer to the team and back."""
+    def __init__(self, start: float, cpu_fixed_s: float, predicted: tuple[Line, Line] | None = None) -> None:
+        """start: the share until both sides have been measured. cpu_fixed_s: of handing a layer to the team and back.
+
+        predicted: lines of CPU and transfer that were measured before; until the steps' own are known they take their place.
+        """
         self.target = self._start = start
         self._cpu_fixed_s = cpu_fixed_s
+        self._predicted: tuple[Line | None, Line | None] = predicted or (None, None)
         self._cpu, self._transfer = MovingAverage(), MovingAverage()
         self._idle_steps = [0, 0]  # of CPU and transfer, while the other side worked
 
@@ -87,7 +91,8 @@ class ShareController:
             self._transfer = self._start_again()
 
     def _start_again(self) -> MovingAverage:
-        self._idle_steps, self.target = [0, 0], self._start
+        # What was predicted may be why a side idles: from here only steps tell.
+        self._idle_steps, self.target, self._predicted = [0, 0], self._start, (None, None)
         return MovingAverage()
 
     @property
@@ -101,8 +106,9 @@ class ShareController:
 
     def share(self, host_tokens: int) -> float:
         """The target for a step that reads so many host tokens a layer."""
-        if self.cpu is not None and self.transfer is not None and host_tokens:
-            best = balanced_share(self.cpu, self.transfer, host_tokens)
+        cpu, transfer = self.cpu or self._predicted[0], self.transfer or self._predicted[1]
+        if cpu is not None and transfer is not None and host_tokens:
+            best = balanced_share(cpu, transfer, host_tokens)
             if abs(best - self.target) > _HYSTERESIS or best in (0.0, 1.0):
                 self.target = best
         return self.target

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +24,21 @@ def _register(address: int, nbytes: int) -> int:
 
 def _unregister(address: int) -> int:
     return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+@contextmanager
+def pinned(buffer: torch.Tensor) -> Iterator[None]:
+    """Host memory that is pinned for a while; nothing may be copying it when the while ends. RuntimeError if CUDA refuses."""
+    code = _register(buffer.data_ptr(), buffer.nbytes)
+    if code:
+        raise RuntimeError(
+            f"pinning {buffer.nbytes} bytes of system RAM for a while failed with CUDA error {code}: raise the "
+            "locked-memory limit (ulimit -l)"
+        )
+    try:
+        yield
+    finally:
+        _unregister(buffer.data_ptr())
 
 
 class ChunkPins:

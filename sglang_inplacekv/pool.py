@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
-import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.feedback import ShareController
 from sglang_inplacekv.metrics import StepMetrics
@@ -31,6 +30,7 @@ class RegionPool(KVCache):
         self,
         regions: Regions,
         executor: Executor,
+        control: ShareController | None,
         req_to_token_pool,
         *,
         start_layer: int,
@@ -43,11 +43,8 @@ class RegionPool(KVCache):
         self.planner = Planner(regions.homes, regions.windows, regions.config.wait_timeout_s)
         self.plan: StepPlan | None = None
         self.device_only = False
-        self._control: ShareController | None = None
-        if regions.scope.steals:
-            fixed_s = cpu_attn.hand_over_seconds(regions.team)
-            self._control = ShareController(regions.scope.target_share, fixed_s)
-        self.metrics = StepMetrics(regions, self._control, trace)
+        self._control = control  # None where the share is given
+        self.metrics = StepMetrics(regions, control, trace)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Where `auto` starts: the bandwidth split B_c / (B_c + B_p) of a host whose DRAM read and PCIe rates are about equal.
+# Where `auto` starts on a host whose rates are not known: the bandwidth split B_c / (B_c + B_p) of equal DRAM and PCIe rates.
 AUTO_START_SHARE = 0.5
 # Of the target share, where stealing fills it up.
 PLACED_OF_TARGET = 0.8

@@ -1,4 +1,4 @@
-"""Set-up shared by every test: no network, and tests marked ``gpu`` only where there is one."""
+"""Set-up shared by every test: no network, no probes, and tests marked ``gpu`` only where there is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Servers of tests neither spend time on probes nor touch the user's cache of them.
+os.environ["SGLANG_INPLACEKV_PROBE"] = "off"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from sglang_inplacekv.host_rates import measure_cpu, measure_link
+from sglang_inplacekv.host_rates import measure_link, measure_teams
 from sglang_inplacekv.models import write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
@@ -38,24 +38,29 @@ class Planned:
 
 
 def run(context) -> None:
-    link = measure_link() if torch.cuda.is_available() else _ASSUMED_LINK
     for kind in context.scale.share.models:
-        context.part.attempt(kind, partial(_measure, context, kind, link), needs_s=30)
+        context.part.attempt(kind, partial(_measure, context, kind), needs_s=30)
 
 
-def _measure(context, kind: str, link: float) -> None:
+def _measure(context, kind: str) -> None:
     scale, part = context.scale.share, context.part
     folder = write_config(kind, context.out / f"{kind}-{scale.layers}", layers=scale.layers)
     most = max(shape.batch * shape.context for shape in scale.shapes)
     layers = Layers(read_model(folder, PAGE_TOKENS), most, max(shape.batch for shape in scale.shapes))
     try:
         decoder, model = LayersDecoder(layers), layers.model
-        lines = measure_cpu(model, layers.team), Line(0.0, model.layer_token_bytes / link)
-        planned = Planned(kind, model, *lines)
+        planned = Planned(kind, model, *_lines(model, layers.team.threads))
         for shape in scale.shapes:
             part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
     finally:
         layers.close()
+
+
+def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
+    on_gpu = torch.cuda.is_available()
+    [team] = measure_teams([threads], model, "cuda" if on_gpu else "cpu")
+    link = measure_link(model.layer_token_bytes * PAGE_TOKENS) if on_gpu else _ASSUMED_LINK
+    return Line(team.hand_over_s, team.token_s), Line(0.0, model.layer_token_bytes / link)
 
 
 def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:

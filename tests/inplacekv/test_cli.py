@@ -11,10 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_inplacekv import cli, doctor
+from sglang_inplacekv import cli, doctor, probes
+from sglang_inplacekv.host_rates import TeamRates
 from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
-from sglang_inplacekv.planning import predict, read_model
+from sglang_inplacekv.planning import ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
+from sglang_inplacekv.topology import Node, Topology
 
 GQA = {
     "num_hidden_layers": 2,
@@ -24,6 +26,27 @@ GQA = {
     "dtype": "bfloat16",
 }
 RATES = ["--cpu-gbps", "84", "--link-gbps", "52"]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[ModelKV | None]:
+    """The models that are probed, in place of doing it."""
+    models: list[ModelKV | None] = []
+
+    def measure(sizes: list[int], model: ModelKV | None, device: str) -> list[TeamRates]:
+        models.append(model)
+        return [
+            TeamRates(threads, 90e9, 1e-5, None if model is None else model.layer_token_bytes / 80e9)
+            for threads in (len(sizes), 1)
+        ]
+
+    monkeypatch.setattr(probes, "measure_teams", measure)
+    return models
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +87,43 @@ def test_plan_measures_the_cpu(kind: str, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["plan", "--model", str(model), "--link-gbps", "1", "--batch", "4"]) == 0
     rate = float(capsys.readouterr().out.split("CPU attention ")[1].split()[0])
     assert 0.1 < rate < 1000
+
+
+def test_plan_measures_once(
+    qwen3: Path, probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "--model", str(qwen3), "--link-gbps", "52"]
+    for extra, probes_made in (([], 1), ([], 1), (["--redo-probes"], 2), (["--cpu-gbps", "70"], 2)):
+        assert cli.main([*plan, *extra]) == 0
+        assert len(probed) == probes_made
+        assert f"CPU attention {70 if '--cpu-gbps' in extra else 80}.0 GB/s" in capsys.readouterr().out
+    assert probed[0] == read_model(qwen3, 256)
+
+
+def test_doctor_measures_once(probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]) -> None:
+    for extra, kept in (([], False), ([], True), (["--redo"], False)):
+        cli.main(["doctor", *extra])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "rates: " in line)
+        assert line.startswith("ok   rates: knee at 1 of ") and "which read 90.0 GB/s" in line
+        assert line.endswith("(kept from before)") == kept
+    assert probed == [None, None]
+
+
+def test_doctor_on_topology() -> None:
+    nodes = {0: Node(frozenset({0, 1}), 2**36, ()), 1: Node(frozenset({2, 3}), 0, ())}
+    here = Topology(cores=(2, 3, 0, 1), usable=4, physical=2, gpu_node=1, nodes=nodes)
+    found = doctor.nodes(here, has_gpu=True)
+    assert found.advice is None
+    assert found.found == (
+        "2 physical of 4 cores, on nodes 0, 1 of 2; without memory node 1; the GPU on node 1 with 2 of them"
+    )
+    away = doctor.nodes(Topology((0, 1), 2, 2, 1, nodes), has_gpu=True)
+    assert away.advice == "affinity leaves out the cores of the GPU's node: numactl --cpunodebind=1"
+    no_cores = Topology((0, 1), 2, 2, 1, {0: nodes[0], 1: Node(frozenset(), 2**36, ())})
+    assert doctor.nodes(no_cores, has_gpu=True).advice is None
+    bare = Topology((0, 1), 2, 2, None, {})
+    assert doctor.nodes(bare, has_gpu=True).found.endswith("on no node of 0; the GPU's node is not told")
+    assert "GPU" not in doctor.nodes(bare, has_gpu=False).found
 
 
 @pytest.mark.parametrize(
@@ -156,6 +216,9 @@ def test_a_library_that_is_missing(qwen3: Path, capsys: pytest.CaptureFixture[st
         assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 2
         assert "CPU attention does not run here: no library" in capsys.readouterr().err
         assert doctor.instruction_set().advice == "no library"
+        assert doctor.rates("cpu", redo=False).advice == "no library"
+        assert cli.main(["plan", "--model", str(qwen3), *RATES[2:]]) == 2
+        assert "CPU attention does not run here: no library" in capsys.readouterr().err
 
 
 def test_doctor_of_this_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_nothing_set_is_all_auto() -> None:
 
 def test_public_names() -> None:
     """Other people's scripts use these."""
-    names = ("host-memory", "gpu-memory", "cpu-share", "policy", "threads", "admission", "trace")
+    names = ("host-memory", "gpu-memory", "cpu-share", "policy", "threads", "probe", "admission", "trace")
     assert tuple(FLAG) == names
     assert FLAG["host-memory"].option == "--inplacekv-host-memory"
     assert [flag.env for flag in FLAGS] == [
@@ -87,6 +87,7 @@ def test_other_flags() -> None:
     assert config(policy="writescope").policy == "writescope"
     assert [config(trace=text).trace for text in ("off", "OFF", "")] == [None] * 3
     assert config(trace="x/t.jsonl").trace == Path("x/t.jsonl")
+    assert [config(probe=text).probe for text in ("auto", "redo", "off")] == ["auto", "redo", "off"]
     assert [config(admission=text).admission for text in ("auto", "spill")] == ["auto", "spill"]
 
 
@@ -108,6 +109,7 @@ REFUSED = [
     *[("policy", text, "possible is 'writescope'") for text in ("lru", "WriteScope")],
     *[("threads", text, "possible is a whole number") for text in ("many", "1.5", "1_0", "٢")],
     *[("threads", text, "possible are auto or a number from 1") for text in ("0", "-2")],
+    *[("probe", text, "possible are 'auto', 'redo', 'off'") for text in ("on", "never")],
     *[("admission", text, "possible are 'auto' and 'spill'") for text in ("queue", "never")],
 ]  # fmt: skip
 

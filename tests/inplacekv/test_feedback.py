@@ -137,6 +137,25 @@ def test_no_time_at_all_is_no_error() -> None:
     assert 0.0 <= control.share(1) <= 1.0
 
 
+def test_what_was_predicted_holds_until_steps_are_measured() -> None:
+    predicted = Line(30e-6, 2048 / 20e9), Line(0.0, 2048 / 50e9)
+    host = Host()
+    host.control = ShareController(0.5, CPU.fixed_s, predicted)
+    assert host.step() == pytest.approx(balanced_share(*predicted, TOKENS)) != pytest.approx(host.best())
+    assert host.control.cpu is None and host.control.share(200) == 0.0
+    assert host.steps(8) == pytest.approx(host.best(), abs=0.03)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_side_that_was_predicted_to_be_useless_is_tried(side: int) -> None:
+    predicted = [CPU, TRANSFER]
+    predicted[side] = Line(predicted[side].fixed_s, 1e5 * predicted[side].token_s)
+    host = Host()
+    host.control = ShareController(0.5, CPU.fixed_s, (predicted[0], predicted[1]))
+    assert host.steps(100) == pytest.approx(side, abs=1e-3)
+    assert host.steps(420) == pytest.approx(host.best(), abs=0.03)
+
+
 def test_one_side_alone_changes_nothing() -> None:
     control = ShareController(0.5, 0.0)
     for _ in range(10):

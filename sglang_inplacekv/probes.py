@@ -1,0 +1,183 @@
+"""What `host_rates` measures, kept in a file a host and model, so that the next start has it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cpu_attn
+from cpu_attn.library import ABI_VERSION
+from sglang_inplacekv.cores import topology
+from sglang_inplacekv.host_rates import TeamRates, best_team, measure_link, measure_teams, team_sizes
+from sglang_inplacekv.planning import ModelKV
+from sglang_inplacekv.roofline import Line
+from sglang_inplacekv.topology import cpu_model
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """How fast a host is, and for which team that was found."""
+
+    teams: tuple[TeamRates, ...]  # of different sizes, the largest first
+    link_bytes_s: float | None  # to the GPU; None without one
+    kept: bool = False  # by an earlier start
+
+    @property
+    def team(self) -> TeamRates:
+        return best_team(self.teams)
+
+    def lines(self, model: ModelKV) -> tuple[Line, Line] | None:
+        """CPU's and link's, of a layer of the model that was probed; None without a link."""
+        if self.link_bytes_s is None:
+            return None
+        return self.cpu_line, Line(0.0, model.layer_token_bytes / self.link_bytes_s)
+
+    @property
+    def cpu_line(self) -> Line:
+        """The CPU's time for a layer. Raises RuntimeError if no model was probed."""
+        team = self.team
+        if team.token_s is None:
+            raise RuntimeError("no model was probed")
+        return Line(team.hand_over_s, team.token_s)
+
+    def __str__(self) -> str:
+        team, largest = self.team, self.teams[0]
+        all_read = "" if largest is team else f" (all: {largest.read_bytes_s / 1e9:.1f})"
+        parts = [
+            f"knee at {team.threads} of {largest.threads} threads",
+            f"which read {team.read_bytes_s / 1e9:.1f} GB/s{all_read}",
+        ]
+        parts.append(f"hand-over {team.hand_over_s * 1e6:.0f} us")
+        if self.link_bytes_s is not None:
+            parts.append(f"link {self.link_bytes_s / 1e9:.1f} GB/s")
+        return ", ".join(parts) + (" (kept from before)" if self.kept else "")
+
+
+def host_rates(
+    model: ModelKV | None, device: str, threads: int | None = None, redo: bool = False
+) -> HostRates:
+    """Rates of a server on `device`, cuda or cpu: kept ones of this host and model, else, or if `redo`, measured and kept.
+
+    threads: of the only team to consider; None tries several sizes up to what affinity and quota allow. Raises ConfigError on
+    more than there are cores, RuntimeError where cpu_attn or the GPU does not run.
+    """
+    key = _key(model, device, threads)
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    path = cache_folder() / f"rates-{digest}.json"
+    known = None if redo else _load(path, key)
+    if known is not None:
+        return known
+    started = time.monotonic()
+    sizes = team_sizes(topology(device).most_threads) if threads is None else [threads]
+    teams = measure_teams(sizes, model, device)
+    layer_page = () if model is None else (model.layer_token_bytes * model.shape.page_size,)
+    found = HostRates(tuple(teams), measure_link(*layer_page) if device == "cuda" else None)
+    logger.info(f"InplaceKV probes took {time.monotonic() - started:.1f} s")
+    _store(path, key, found)
+    return found
+
+
+def cache_folder() -> Path:
+    """As the XDG base directory specification has it."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))) / "sglang-inplacekv"
+
+
+def _key(model: ModelKV | None, device: str, threads: int | None) -> dict[str, Any]:
+    """All that the rates depend on and that may differ between two starts."""
+    here, shape = topology(device), None if model is None else model.shape
+    try:
+        release = version("sglang-inplacekv")
+    except PackageNotFoundError:
+        release = ""
+    return {
+        "format": _FORMAT,
+        "release": release,
+        "cpu_attn": [cpu_attn.isa(), ABI_VERSION],
+        "cpu": cpu_model(),
+        "cores": list(here.cores),
+        "usable_cores": here.usable,
+        "threads": threads,
+        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _GIB,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "model": None
+        if model is None or shape is None
+        else [
+            model.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.value_dim,
+            str(shape.dtype),
+            shape.page_size,
+        ],
+    }
+
+
+def _load(path: Path, key: Mapping[str, Any]) -> HostRates | None:
+    """None if there is no such file, or, with a warning, one that does not hold this host's rates."""
+    try:
+        data = json.loads(path.read_bytes())
+        if data["key"] != key:
+            raise ValueError("it is of another host or model")
+        teams = tuple(TeamRates(**each) for each in data["teams"])
+        link = data["link_bytes_s"]
+        rates: list[Any] = [rate for each in teams for rate in (each.read_bytes_s, each.hand_over_s)]
+        rates += [] if key["model"] is None else [each.token_s for each in teams]
+        rates += [] if key["gpu"] is None else [link]
+        threads, possible = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
+        if (
+            not teams
+            or not all(map(_is_rate, rates))
+            or not all(type(n) is int and n in possible for n in threads)
+        ):
+            raise ValueError("its numbers are no rates of this host")
+        return HostRates(teams, link, kept=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        logger.warning(f"{path} is measured again: {type(error).__name__}: {error}")
+        return None
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _store(path: Path, key: Mapping[str, Any], found: HostRates) -> None:
+    """All or nothing, since other servers may start at the same time. Not being able to is no error."""
+    data = {
+        "key": key,
+        "teams": [dataclasses.asdict(each) for each in found.teams],
+        "link_bytes_s": found.link_bytes_s,
+    }
+    name = None
+    try:
+        if not path.is_absolute():
+            raise FileNotFoundError("this user has no home directory")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            name = file.name
+            json.dump(data, file, indent=1)
+        os.replace(name, path)
+    except OSError as error:
+        logger.info(f"probed rates are not kept: {error}")
+        if name is not None:
+            Path(name).unlink(missing_ok=True)

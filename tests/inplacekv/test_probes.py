@@ -1,0 +1,270 @@
+"""Rates of a host: which team is chosen, what is kept and when it is measured again, and where the share then starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import cpu_attn
+from sglang_inplacekv import cores, host_rates, probes
+from sglang_inplacekv.build import make_control
+from sglang_inplacekv.config import ConfigError
+from sglang_inplacekv.host_rates import TeamRates, best_team, knee, measure_link, measure_teams, team_sizes
+from sglang_inplacekv.layout import KVShape
+from sglang_inplacekv.planning import ModelKV
+from sglang_inplacekv.probes import HostRates
+from sglang_inplacekv.roofline import Line, balanced_share
+from sglang_inplacekv.write_scope import AUTO_START_SHARE, WriteScope
+from tests.harness import Runner
+from tests.inplacekv import fake_cuda
+from tests.inplacekv.exactness.support import model as checkpoint
+
+GQA = ModelKV(KVShape(48, 4, 128, torch.bfloat16, 256), 32)
+LATENT = ModelKV(KVShape(27, 1, 576, torch.bfloat16, 256, value_dim=512), 16)
+TEAM = TeamRates(2, 40e9, 2e-5, 2048 / 30e9)
+
+
+class Measured:
+    """Stands in for the measurements, which take their time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        patch.setattr(probes, "measure_teams", self.teams)
+        patch.setattr(probes, "measure_link", lambda *piece: 50e9)
+
+    def teams(self, sizes: list[int], model: ModelKV | None, device: str) -> list[TeamRates]:
+        self.calls += 1
+        return [dataclasses.replace(TEAM, threads=sizes[0], token_s=TEAM.token_s if model else None)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sglang-inplacekv"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    return Measured(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("rates", "threads"),
+    [
+        ({1: 14.0, 4: 49.0, 8: 58.0, 12: 84.0, 15: 99.0}, 15),
+        ({2: 20.0, 4: 39.0, 8: 40.0, 15: 40.0}, 4),
+        ({2: 20.0, 4: 40.0, 8: 38.0, 15: 35.0}, 4),
+        ({1: 5.0}, 1),
+    ],
+)
+def test_knee(rates: dict[int, float], threads: int) -> None:
+    assert knee(rates) == threads
+
+
+def test_team_sizes() -> None:
+    assert team_sizes(1) == [1] and team_sizes(2) == [2, 1]
+    assert team_sizes(15) == [15, 14, 12, 10, 8, 6, 4]
+    assert len(team_sizes(500)) == 7
+
+
+def test_arithmetic_may_need_more_threads_than_reads_do() -> None:
+    reads = {4: 39e9, 8: 40e9, 15: 40e9}
+
+    def found(token_s: Callable[[int], float | None]) -> int:
+        return best_team(TeamRates(n, rate, 1e-5, token_s(n)) for n, rate in reads.items()).threads
+
+    assert found(lambda threads: None) == 4, "no model"
+    assert found(lambda threads: 1e-7) == 4, "bound by memory"
+    assert found(lambda threads: 1e-6 / threads) == 15, "bound by arithmetic"
+    assert found(lambda threads: 1e-6 / min(threads, 8)) == 8
+
+
+@pytest.mark.parametrize("model", [None, GQA, LATENT], ids=["reads alone", "gqa", "latent"])
+def test_measuring(model: ModelKV | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "_MOST_BYTES", 2**26)
+    monkeypatch.setattr(host_rates, "_TIMED_S", 0.0)
+    monkeypatch.setattr(host_rates, "_SWEEP_S", 60.0)
+    sizes = team_sizes(min(2, cpu_attn.default_threads()))
+    found = measure_teams(sizes, model, "cpu")
+    assert [each.threads for each in found] == sizes
+    for each in found:
+        assert each.read_bytes_s > 0 and each.hand_over_s > 0
+        assert each.token_s is None if model is None else each.token_s > 0
+    monkeypatch.setattr(host_rates, "_SWEEP_S", 0.0)
+    assert len(measure_teams(sizes, model, "cpu")) == 1, "the largest team, and no time for others"
+
+
+def test_measuring_takes_little_memory_where_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "_TIMED_S", 0.0)
+    monkeypatch.setattr(host_rates, "host_memory_available", lambda: 2**20)
+    with mock.patch.object(host_rates, "huge_buffer", wraps=host_rates.huge_buffer) as mapped:
+        measure_teams([1], GQA, "cpu")
+    assert mapped.call_args.args[0] == GQA.layer_token_bytes * 256, "one page"
+
+
+@pytest.mark.parametrize("piece_bytes", [host_rates._COPY_BYTES, 12_288])
+def test_measuring_the_link(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "_COPY_BYTES", 2**20)
+    registrations, library = fake_cuda.FakeRegistrations(monkeypatch), fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", fake_cuda.FakeStream)
+    monkeypatch.setattr(torch, "empty_like", lambda like, device: torch.ones(like.shape, dtype=like.dtype))
+    piece_bytes = min(piece_bytes, 2**20)
+    assert measure_link(piece_bytes) > 0
+    assert library.calls == host_rates._ROUNDS and set(library.copied) == {piece_bytes}
+    assert not registrations.ranges
+    registrations.fail_after = 0
+    with pytest.raises(RuntimeError, match=r"pinning .* bytes of system RAM .* CUDA error 2"):
+        measure_link(piece_bytes)
+
+
+def test_kept_for_the_next_start(cache: Path, measured: Measured) -> None:
+    first = probes.host_rates(GQA, "cpu")
+    second = probes.host_rates(GQA, "cpu")
+    assert measured.calls == 1 and not first.kept and second.kept
+    assert dataclasses.replace(second, kept=False) == first and first.link_bytes_s is None
+    assert len(list(cache.iterdir())) == 1, "and no temporary file is left"
+    assert not probes.host_rates(GQA, "cpu", redo=True).kept and measured.calls == 2
+    assert probes.host_rates(GQA, "cpu").kept
+
+
+def test_other_hosts_models_and_teams_have_rates_of_their_own(
+    cache: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_core = min(os.sched_getaffinity(0))
+    for calls, (model, threads) in enumerate([(GQA, None), (LATENT, None), (None, None), (GQA, 1)], start=1):
+        probes.host_rates(model, "cpu", threads)
+        assert measured.calls == calls
+    for calls, (owner, name, value) in enumerate(
+        [
+            (probes, "cpu_model", "another CPU"),
+            (probes, "ABI_VERSION", 99),
+            (cpu_attn, "isa", "another"),
+            (os, "sysconf", 2**20),
+            (os, "sched_getaffinity", {one_core}),
+        ],
+        start=5,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value if name == "ABI_VERSION" else lambda *_, value=value: value)
+            assert not probes.host_rates(GQA, "cpu").kept
+        assert measured.calls == calls, name
+    with mock.patch.object(torch.cuda, "get_device_name", return_value="another GPU"):
+        with mock.patch.object(probes, "topology", return_value=cores.topology()):
+            assert probes.host_rates(GQA, "cuda").link_bytes_s == 50e9
+            assert probes.host_rates(GQA, "cuda").kept
+
+
+def _change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text(""),
+        lambda path: path.write_text('{"key": '),
+        lambda path: path.write_bytes(b"\xff\x00"),
+        lambda path: path.write_text("[]"),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: _change(path, key={"format": 0}),
+        lambda path: _change(path, teams=[]),
+        lambda path: _change(path, teams=[{"threads": 1}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"threads": 10**6}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"threads": 1.5}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"token_s": None}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"read_bytes_s": float("nan")}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"hand_over_s": -1}]),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+)
+def test_a_file_that_is_not_ours_is_measured_again_with_one_line(
+    spoil: Callable[[Path], object], cache: Path, measured: Measured, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = probes.host_rates(GQA, "cpu")
+    (path,) = cache.iterdir()
+    spoil(path)
+    with caplog.at_level(logging.WARNING):
+        assert probes.host_rates(GQA, "cpu") == found
+    assert measured.calls == 2
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path} is measured again: ") and "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null"])
+def test_a_cache_that_cannot_be_written(
+    folder: str, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    assert not probes.host_rates(GQA, "cpu").kept
+    assert not probes.host_rates(GQA, "cpu").kept
+
+
+def test_where_it_is_kept(
+    tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert probes.cache_folder() == Path("/home/me/.cache/sglang-inplacekv")
+    for value in ("", "relative"):  # which the specification says to ignore
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert probes.cache_folder() == Path("/home/me/.cache/sglang-inplacekv")
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(os.path, "expanduser", lambda path: path), caplog.at_level(logging.INFO):
+        probes.host_rates(GQA, "cpu")
+    assert "not kept: this user has no home" in caplog.text and not list(tmp_path.iterdir())
+
+
+def test_more_threads_than_cores(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="^--inplacekv-threads: asked 100000, possible are 1 to "):
+        probes.host_rates(GQA, "cpu", threads=100_000)
+
+
+def regions(cpu_share: float | None, host_pages: int = 1000) -> SimpleNamespace:
+    sizes = SimpleNamespace(host_pages=host_pages, page_size=256)
+    return SimpleNamespace(scope=WriteScope.from_config(cpu_share), sizes=sizes, team=None)
+
+
+def test_the_share_starts_where_the_rates_say() -> None:
+    rates, own = HostRates((TEAM,), 50e9), regions(None)
+    control = make_control(own, GQA, rates)
+    cpu, link = Line(2e-5, 2048 / 30e9), Line(0.0, GQA.layer_token_bytes / 50e9)
+    assert own.scope.target_share == control.target == balanced_share(cpu, link, 256_000)
+    assert own.scope.target_share == pytest.approx(30 / 80, abs=0.01)
+    assert control.share(100) == 0.0, "a step that does not pay the hand-over"
+    assert (control.cpu, control.transfer) == (None, None), "which is no measurement of a step"
+
+
+def test_without_a_link_the_share_starts_as_ever() -> None:
+    own = regions(None)
+    control = make_control(own, GQA, HostRates((TEAM,), None))
+    assert own.scope.target_share == control.share(256_000) == AUTO_START_SHARE
+    with mock.patch("cpu_attn.hand_over_seconds", return_value=1e-5) as measured_now:
+        make_control(own, GQA, None)
+    measured_now.assert_called_once()
+    assert make_control(regions(0.3), GQA, None) is None
+    empty = regions(None, host_pages=0)
+    make_control(empty, GQA, HostRates((TEAM,), 50e9))
+    assert empty.scope.target_share == AUTO_START_SHARE
+
+
+def test_a_server_probes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start finds what the first has kept, and no probe at all is made where none is wanted."""
+    monkeypatch.setattr(host_rates, "_MOST_BYTES", 2**26)
+    settings = {"XDG_CACHE_HOME": str(cache.parent), "SGLANG_INPLACEKV_HOST_MEMORY": "64MB"}
+    with mock.patch.object(probes, "measure_teams", wraps=measure_teams) as measuring:
+        for probe, calls in (("off", 0), ("auto", 1), ("auto", 1), ("redo", 2)):
+            env = settings | {"SGLANG_INPLACEKV_PROBE": probe}
+            with Runner(checkpoint("qwen3_moe"), backend="inplacekv", env=env) as runner:
+                runner.generate([list(range(5, 40))], max_new_tokens=4)
+                assert runner.kv_pool.regions.team.threads in (1, 2)
+            assert measuring.call_count == calls, probe
+            assert len(list(cache.glob("*.json"))) == min(calls, 1)
