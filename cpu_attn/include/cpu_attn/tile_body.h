@@ -6,7 +6,7 @@
 // of up to 16 query heads
 //   scores[tokens][heads] = rows . queries   rows are A and load from where they lie, queries are B
 //   weights                                  lanes are heads, so the softmax never crosses lanes
-// then two tiles of columns at a time, which are paired for B in the first-level cache, of all
+// then four tiles of columns at a time, which are paired for B in the first-level cache, of all
 // groups
 //   sums[heads][columns] += weights . values
 // A weight is the exact sum of three bf16 parts, eight bits each, so nothing is rounded that fp32
@@ -72,33 +72,53 @@ void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* 
     }
 }
 
-// Two tiles of columns of a group: acc = acc * rescale + weights . values.
-template <class Tiles>
+// N tiles of columns of a group: acc = acc * rescale + weights . values. A product waits for the
+// one before it on its sums, so the tiles take turns.
+template <class Tiles, int N>
 void sum_columns(const TileScratch& at, int group, int lanes, int chunks, float* acc, int stride) {
-  Tiles::template zero<kSumTiles>();
+  constexpr int kColumn = kChunks * kTileBytes;
+  Tiles::template zero<N>();
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const char* value = at.values + chunk * kTileBytes;
     const char* weight = at.weights + group * kWeightBytes + chunk * kParts * kTileBytes;
-    Tiles::template load<2>(value, kRowBytes);
-    Tiles::template load<3>(value + kChunks * kTileBytes, kRowBytes);
-    const auto part = [&](auto tile, int i) {
-      constexpr int A = decltype(tile)::value;
-      Tiles::template load<A>(weight + i * kTileBytes, kRowBytes);
-      Tiles::template multiply<0, A, 2>();
-      Tiles::template multiply<1, A, 3>();
-    };
-    part(std::integral_constant<int, 4>(), 0);
-    part(std::integral_constant<int, 5>(), 1);
-    part(std::integral_constant<int, 6>(), 2);
+    for (int part = 0; part < kParts; ++part, weight += kTileBytes) {
+      Tiles::template load<4>(weight, kRowBytes);
+      Tiles::template load<5>(value, kRowBytes);
+      Tiles::template multiply<0, 4, 5>();
+      Tiles::template load<6>(value + kColumn, kRowBytes);
+      Tiles::template multiply<1, 4, 6>();
+      if constexpr (N > 2) {
+        Tiles::template load<7>(value + 2 * kColumn, kRowBytes);
+        Tiles::template multiply<2, 4, 7>();
+        Tiles::template load<5>(value + 3 * kColumn, kRowBytes);
+        Tiles::template multiply<3, 4, 5>();
+      }
+    }
   }
   Tiles::template store<0>(at.sums, kRowBytes);
   Tiles::template store<1>(at.sums + kTileFloats, kRowBytes);
+  if constexpr (N > 2) {
+    Tiles::template store<2>(at.sums + 2 * kTileFloats, kRowBytes);
+    Tiles::template store<3>(at.sums + 3 * kTileFloats, kRowBytes);
+  }
   for (int lane = 0; lane < lanes; ++lane, acc += stride) {
     const V factor = Isa::set1(at.rescale[group * 16 + lane]);
-    for (int i = 0; i < kSumTiles; ++i) {
+    for (int i = 0; i < N; ++i) {
       const V sum = Isa::load(at.sums + i * kTileFloats + lane * 16);
       Isa::store(acc + i * 16, Isa::fma(Isa::load(acc + i * 16), factor, sum));
     }
+  }
+}
+
+template <class Tiles, int N>
+void sum_groups(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
+                const TileTurn& turn, int c, Ahead& ahead, float* acc) {
+  for (int i = 0; i < N; i += 2)
+    pair_values(turn, c + i, ahead, at.values + i * kChunks * kTileBytes);
+  for (int g = 0; g < s.groups; ++g) {
+    const Lanes lanes(s, kv_head, g);
+    sum_columns<Tiles, N>(at, g, lanes.count, (turn.count + kChunk - 1) / kChunk,
+                          acc + lanes.first * shape.value_dim + c * 16, shape.value_dim);
   }
 }
 
@@ -107,8 +127,7 @@ template <class Tiles>
 void attend_turn(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
                  const TileTurn& turn, const TileTurn& next, State state) {
   const int tiles = (turn.count + 15) / 16, chunks = (turn.count + kChunk - 1) / kChunk;
-  const int calls =
-      (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * s.columns / kSumTiles;
+  const int calls = (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * s.columns / 2;
   Ahead ahead(next.rows, next.fetched, shape.head_dim * 2, calls);
   RowTile rows[kRowTiles];
   for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
@@ -117,14 +136,10 @@ void attend_turn(const Shape& shape, const TileShape& s, const TileScratch& at, 
                       g == 0 ? &ahead : nullptr, at.scores);
     weigh_turn(shape.scale_log2, turn.count, at, g, Lanes(s, kv_head, g), state);
   }
-  for (int c = 0; c < s.columns; c += kSumTiles) {
-    pair_values(turn, c, ahead, at.values);
-    for (int g = 0; g < s.groups; ++g) {
-      const Lanes lanes(s, kv_head, g);
-      sum_columns<Tiles>(at, g, lanes.count, chunks,
-                         state.acc + lanes.first * shape.value_dim + c * 16, shape.value_dim);
-    }
-  }
+  int c = 0;
+  for (; c + kSumTiles <= s.columns; c += kSumTiles)
+    sum_groups<Tiles, kSumTiles>(shape, s, at, kv_head, turn, c, ahead, state.acc);
+  if (c < s.columns) sum_groups<Tiles, 2>(shape, s, at, kv_head, turn, c, ahead, state.acc);
 }
 
 template <class Tiles, bool kLatent>
@@ -149,8 +164,8 @@ void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& 
     }
 }
 
-// Tiles have 16 lanes: with fewer query heads to a KV head most of them would be idle.
-constexpr int kLeastHeads = 4;
+// Tiles have 16 lanes: with fewer query heads to a KV head AVX-512 is as fast.
+constexpr int kLeastHeads = 9;
 
 template <bool kLatent>
 bool uses_tiles(const Shape& shape) {

@@ -24,7 +24,7 @@ constexpr int kRowTiles = kTurnTokens / 16;
 constexpr int kParts = 3;                                    // bf16 parts of a weight
 constexpr int kWeightBytes = kChunks * kParts * kTileBytes;  // of a group of heads
 constexpr int kScoreTiles = 4;  // tiles of rows that meet a tile of queries at once
-constexpr int kSumTiles = 2;    // tiles of columns that meet a tile of weights at once
+constexpr int kSumTiles = 4;    // tiles of columns that meet a tile of weights at once
 
 struct TileShape {
   explicit TileShape(const Shape& shape)
