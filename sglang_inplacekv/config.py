@@ -95,12 +95,14 @@ FLAGS = (
     Flag(
         "admission",
         "auto",
-        "auto|spill",
-        "Whether a request that does not fit D alone starts at once (spill).",
+        "auto|spill|queue",
+        "Whether a request that does not fit D now starts in host memory at once (spill), waits (queue), or does what is "
+        "predicted to give more tokens/s.",
     ),
 )
 
 TRANSFERS = ("dma", "zero-copy")
+ADMISSIONS = ("auto", "spill", "queue")
 
 # Knobs for tests and measurements: environment only, no compatibility promise.
 TEST_KNOBS = {
@@ -143,10 +145,9 @@ class InplaceConfig:
             raise ConfigError(
                 f"{ENV_PREFIX}TRANSFER: asked {self.transfer!r}, possible are {' and '.join(TRANSFERS)}"
             )
-        if self.admission not in ("auto", "spill"):
+        if self.admission not in ADMISSIONS:
             raise ConfigError(
-                f"--inplacekv-admission: asked {self.admission!r}, possible are 'auto' and 'spill' "
-                "(both start a request as soon as its pages fit anywhere)"
+                f"--inplacekv-admission: asked {self.admission!r}, possible are {', '.join(ADMISSIONS)}"
             )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(

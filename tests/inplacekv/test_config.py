@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang_inplacekv.config import (
+    ADMISSIONS,
     ENV_PREFIX,
     FLAGS,
     TEST_KNOBS,
@@ -84,7 +85,7 @@ def test_share(text: str) -> None:
 def test_other_flags() -> None:
     assert config(threads="7").threads == 7
     assert config(policy="writescope").policy == "writescope"
-    assert [config(admission=text).admission for text in ("auto", "spill")] == ["auto", "spill"]
+    assert [config(admission=text).admission for text in ADMISSIONS] == list(ADMISSIONS)
 
 
 def test_test_knobs() -> None:
@@ -105,7 +106,7 @@ REFUSED = [
     *[("policy", text, "possible is 'writescope'") for text in ("lru", "WriteScope")],
     *[("threads", text, "possible is a whole number") for text in ("many", "1.5", "1_0", "٢")],
     *[("threads", text, "possible are auto or a number from 1") for text in ("0", "-2")],
-    *[("admission", text, "possible are 'auto' and 'spill'") for text in ("queue", "never")],
+    *[("admission", text, "possible are auto, spill, queue") for text in ("never", "Queue", "spill,queue")],
 ]  # fmt: skip
 
 
