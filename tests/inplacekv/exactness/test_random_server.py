@@ -92,7 +92,7 @@ class Driver:
         (0.37, 0, False, 3, "spill"),
         (1, 6 * PAGE, True, 4, "spill"),
         (0.37, 10 * PAGE, True, 5, "queue"),
-        ("auto", 10 * PAGE, False, 6, "auto"),
+        (1, 10 * PAGE, False, 6, "auto"),
     ],
 )
 def test_any_order_of_events(share, device, radix, seed, admission):
