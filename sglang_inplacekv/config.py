@@ -103,8 +103,9 @@ FLAGS = (
     Flag(
         "admission",
         "auto",
-        "auto|spill",
-        "Whether a request that does not fit D alone starts at once (spill).",
+        "auto|spill|queue",
+        "Whether a request that does not fit D now starts in host memory at once (spill), waits (queue), or does what is "
+        "predicted to give more tokens/s.",
     ),
     Flag(
         "trace",
@@ -116,6 +117,7 @@ FLAGS = (
 
 TRANSFERS = ("dma", "zero-copy")
 PROBES = ("auto", "redo", "off")
+ADMISSIONS = ("auto", "spill", "queue")
 
 # Knobs for tests and measurements: environment only, no compatibility promise.
 TEST_KNOBS = {
@@ -164,10 +166,9 @@ class InplaceConfig:
             raise ConfigError(
                 f"--inplacekv-probe: asked {self.probe!r}, possible are {', '.join(map(repr, PROBES))}"
             )
-        if self.admission not in ("auto", "spill"):
+        if self.admission not in ADMISSIONS:
             raise ConfigError(
-                f"--inplacekv-admission: asked {self.admission!r}, possible are 'auto' and 'spill' "
-                "(both start a request as soon as its pages fit anywhere)"
+                f"--inplacekv-admission: asked {self.admission!r}, possible are {', '.join(ADMISSIONS)}"
             )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(

@@ -64,6 +64,13 @@ def _build_allocator(original, kvc, *, token_to_kv_pool, **kwargs):
     return build_allocator(token_to_kv_pool)
 
 
+def _add_one_req(original, adder, req, *args, **kwargs):
+    if not _selected():
+        return original(adder, req, *args, **kwargs)
+    gate = adder.token_to_kv_pool_allocator.get_kvcache().gate
+    return gate.add_one_req(original, adder, req, *args, **kwargs)
+
+
 def _fused_kv_store(original, forward_batch):
     if _selected():
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
@@ -153,6 +160,12 @@ HOOKS = (
         "SGLang has no seam for an allocator class",
     ),
     Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        HookType.AROUND,
+        _add_one_req,
+        "SGLang starts a request as soon as the whole pool has room; only here are it and those that run both known",
+    ),
+    Hook(
         "sglang.srt.models.utils.enable_fused_set_kv_buffer",
         HookType.AROUND,
         _fused_kv_store,
@@ -233,6 +246,7 @@ _EXPECTED = {
     "_pool_configurator": "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
     "_build_pool": f"{_CONFIGURATOR}._build_token_to_kv_pool",
     "_build_allocator": f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+    "_add_one_req": "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
     "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "_graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
     "_decode_graphs": "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",

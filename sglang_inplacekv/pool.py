@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
+from sglang_inplacekv.admission import DeviceSteps, StepModel
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.gate import AdmissionGate
 from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.page_lists import PageLists
 from sglang_inplacekv.regions import Regions
@@ -44,6 +47,8 @@ class RegionPool(KVCache):
         self.plan: StepPlan | None = None
         self.device_only = False
         self._control = control  # None where the share is given
+        self._device_steps = DeviceSteps()
+        self.gate = AdmissionGate(regions.config.admission, self)
         self.metrics = StepMetrics(regions, control, trace)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
@@ -74,6 +79,7 @@ class RegionPool(KVCache):
     def begin_forward(self, spans: list[Span], is_decode: bool, graph_rows: int | None = None) -> StepPlan:
         """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
         self.device_only = False
+        self._device_steps.interrupt()
         self._end_step()
         if is_decode and self._control is not None:
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
@@ -99,7 +105,18 @@ class RegionPool(KVCache):
         self.device_only, self.plan = True, None
         self._end_step()
         if is_decode:
+            self._device_steps.begin(time.perf_counter())
             self.metrics.observe_device_decode(spans)
+        else:
+            self._device_steps.interrupt()
+
+    @property
+    def step_model(self) -> StepModel | None:
+        """What decode steps take; None until D, CPU and link have all been measured, and where the share is given."""
+        device_s, control = self._device_steps.seconds, self._control
+        if device_s is None or control is None or control.cpu is None or control.transfer is None:
+            return None
+        return StepModel(device_s, control.cpu, control.transfer, self.layer_num, self.page_size)
 
     def settle(self) -> None:
         """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
@@ -117,11 +134,18 @@ class RegionPool(KVCache):
         self.regions.forget_all_pages()
         self.page_lists.clear()
 
-    def idle_device_pages(self) -> int:
-        """D pages that no live request was seen to use: what only the prefix cache keeps."""
+    def live_host_pages(self) -> int:
+        """Host pages that the running requests were last seen to have, shared ones once for each."""
+        first_host = self.regions.sizes.first_host_page
+        return sum(int((pages >= first_host).sum()) for pages in self.page_lists.live_pages())
+
+    def idle_device_pages(self, besides: np.ndarray | None = None) -> int:
+        """D pages that no live request was seen to use: what only the prefix cache keeps. `besides` count as in use."""
         live = np.zeros(self.regions.sizes.pages, dtype=bool)
         for pages in self.page_lists.live_pages():
             live[pages] = True
+        if besides is not None:
+            live[besides] = True
         return self.regions.homes.device_used_pages - int(live[1 : self.regions.sizes.first_host_page].sum())
 
     def _check_write(self, loc_info) -> None:

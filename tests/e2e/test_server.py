@@ -43,7 +43,8 @@ COMMON = [
 STOCK = ["--attention-backend", "torch_native", "--max-total-tokens", "8192", *COMMON]
 INPLACE = [
     *("--page-size", "16", "--inplacekv-gpu-memory", "96tok", "--inplacekv-host-memory", "200MB"),
-    *("--inplacekv-cpu-share", "0.5", "--max-total-tokens", str(CAPACITY), "--enable-cache-report", *COMMON),
+    *("--inplacekv-cpu-share", "0.5", "--inplacekv-admission", "spill", "--max-total-tokens", str(CAPACITY)),
+    *("--enable-cache-report", *COMMON),
 ]
 # Spinning OpenMP barriers of several processes on few cores make each of them many times slower.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -37,6 +37,7 @@ def ours(profile: Profile) -> Runner:
         "SGLANG_INPLACEKV_HOST_MEMORY": str(host_bytes),
         "SGLANG_INPLACEKV_GPU_MEMORY": f"{profile.device_tokens}tok",
         "SGLANG_INPLACEKV_CPU_SHARE": str(profile.shares[0]),
+        "SGLANG_INPLACEKV_ADMISSION": "spill",
     } | profile.env
     return _runner(
         profile,

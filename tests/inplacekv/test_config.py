@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_inplacekv.config import (
+    ADMISSIONS,
     ENV_PREFIX,
     FLAGS,
     TEST_KNOBS,
@@ -88,7 +89,7 @@ def test_other_flags() -> None:
     assert [config(trace=text).trace for text in ("off", "OFF", "")] == [None] * 3
     assert config(trace="x/t.jsonl").trace == Path("x/t.jsonl")
     assert [config(probe=text).probe for text in ("auto", "redo", "off")] == ["auto", "redo", "off"]
-    assert [config(admission=text).admission for text in ("auto", "spill")] == ["auto", "spill"]
+    assert [config(admission=text).admission for text in ADMISSIONS] == list(ADMISSIONS)
 
 
 def test_test_knobs() -> None:
@@ -110,7 +111,7 @@ REFUSED = [
     *[("threads", text, "possible is a whole number") for text in ("many", "1.5", "1_0", "٢")],
     *[("threads", text, "possible are auto or a number from 1") for text in ("0", "-2")],
     *[("probe", text, "possible are 'auto', 'redo', 'off'") for text in ("on", "never")],
-    *[("admission", text, "possible are 'auto' and 'spill'") for text in ("queue", "never")],
+    *[("admission", text, "possible are auto, spill, queue") for text in ("never", "Queue", "spill,queue")],
 ]  # fmt: skip
 
 

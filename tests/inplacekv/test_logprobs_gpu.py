@@ -108,6 +108,7 @@ def ours(model: Path, gpu_memory: str, share: str, **settings) -> list[Result]:
         "SGLANG_INPLACEKV_HOST_MEMORY": "512MB",
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu_memory,
         "SGLANG_INPLACEKV_CPU_SHARE": share,
+        "SGLANG_INPLACEKV_ADMISSION": "spill",
         "SGLANG_INPLACEKV_TILE_TOKENS": "512",
     }
     return served(model, backend="inplacekv", page_size=64, max_total_tokens=None, env=env, **settings)

@@ -105,6 +105,7 @@ def test_as_close_to_fp32_as_stock_is(
         "SGLANG_INPLACEKV_HOST_MEMORY": "256MB",
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu_memory,
         "SGLANG_INPLACEKV_CPU_SHARE": share,
+        "SGLANG_INPLACEKV_ADMISSION": "spill",
         "SGLANG_INPLACEKV_TILE_TOKENS": "512",
     }
     settings = {"backend": "inplacekv", "page_size": 64, "max_total_tokens": None, "env": env | chunks}

@@ -95,11 +95,16 @@ def server(
     tile_tokens: int = 3 * PAGE,
     seed: int = 7,
     poison: bool = True,
+    admission: str = "spill",
     **runner_args,
 ) -> Runner:
-    """Our backend with poison and jitter on. A layer of a hundred streamed tokens takes several tiles."""
+    """Our backend with poison and jitter on. A layer of a hundred streamed tokens takes several tiles.
+
+    Requests do not wait for D unless a test is about that: most are about what happens to those that spill.
+    """
     env = {
         "SGLANG_INPLACEKV_CPU_SHARE": str(share),
+        "SGLANG_INPLACEKV_ADMISSION": admission,
         "SGLANG_INPLACEKV_GPU_MEMORY": f"{device_tokens}tok",
         "SGLANG_INPLACEKV_HOST_MEMORY": host_memory,
         "SGLANG_INPLACEKV_TILE_TOKENS": str(tile_tokens),

@@ -85,16 +85,23 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("share", "device", "radix", "seed"),
-    [(0, 0, True, 1), (0.37, 6 * PAGE, True, 2), (0.37, 0, False, 3), (1, 6 * PAGE, True, 4)],
+    ("share", "device", "radix", "seed", "admission"),
+    [
+        (0, 0, True, 1, "spill"),
+        (0.37, 6 * PAGE, True, 2, "spill"),
+        (0.37, 0, False, 3, "spill"),
+        (1, 6 * PAGE, True, 4, "spill"),
+        (0.37, 10 * PAGE, True, 5, "queue"),
+        (1, 10 * PAGE, False, 6, "auto"),
+    ],
 )
-def test_any_order_of_events(share, device, radix, seed):
+def test_any_order_of_events(share, device, radix, seed, admission):
     pool = prompt_pool()
     expected = stock("qwen3_moe", pool, LONGEST_ANSWER)
     assert all(1 not in result.output_ids for result in expected), "an answer ends early"
     # Host chunks of five pages, so that the two roles compete for them.
     args = {"host_memory": "4MB", "max_total_tokens": CAPACITY, "disable_radix_cache": not radix}
-    args |= {"schedule_conservativeness": 0.01, "retract_every": 23}
+    args |= {"schedule_conservativeness": 0.01, "retract_every": 23, "admission": admission}
     with server("qwen3_moe", share=share, device_tokens=device, seed=seed, **args) as runner:
         assert runner.scheduler.max_total_num_tokens == CAPACITY
         driver = Driver(runner, seed, pool)

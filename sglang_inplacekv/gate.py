@@ -1,0 +1,110 @@
+"""Admission inside SGLang's prefill pass: counts what a request needs of D, and holds it back or lets SGLang add it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
+
+from sglang_inplacekv.admission import Demand, Verdict, decide
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inplacekv.pool import RegionPool
+
+_NO_PAGES = np.empty(0, dtype=np.int64)
+
+
+class AdmissionGate:
+    """One per pool. Holds the head of the queue back as SGLang does when its pool is full: those behind it wait too.
+
+    Counts as SGLang's own budget does: of an answer at most CLIP_MAX_NEW_TOKENS, and of those of running requests that may
+    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and nothing is counted.
+    """
+
+    def __init__(self, policy: str, pool: RegionPool) -> None:
+        self._policy, self._pool = policy, pool
+        self._waiting: weakref.WeakSet[Req] = weakref.WeakSet()
+        self.queued_requests = 0  # that had to wait for D, since start
+        self.spilled_requests = 0  # that were started though D had no room for all of them, since start
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that were told to wait and have neither started nor been aborted; those behind them not counted."""
+        return len(self._waiting)
+
+    def add_one_req(self, add: Callable, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
+        """PrefillAdder.add_one_req, `add`, for a request that may start."""
+        if self._policy == "spill":
+            return add(adder, req, *args, **kwargs)
+        verdict = decide(self._policy, self._demand(adder, req), self._pool.step_model)
+        if verdict is Verdict.WAITS:
+            if req not in self._waiting:
+                self._waiting.add(req)
+                self.queued_requests += 1
+            return AddReqResult.NO_TOKEN
+        result = add(adder, req, *args, **kwargs)
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            self._waiting.discard(req)
+            self.spilled_requests += verdict is Verdict.SPILLS
+        return result
+
+    def _demand(self, adder: PrefillAdder, req: Req) -> Demand:
+        pool, sizes = self._pool, self._pool.regions.sizes
+        new_pages = self._new_pages(req)
+        running = [r for r in adder.running_batch.reqs if not r.finished()]
+        room = pool.regions.homes.device_free_pages - sum(self._growth_pages(adder, r) for r in running)
+        room -= sum(map(self._new_pages, adder.can_run_list))
+        kept = 0
+        if new_pages > room:
+            # Reading the prefix waits for the device, so it is left out where D has room without it.
+            prefix = self._prefix_pages(adder, req)
+            kept = int((prefix < sizes.first_host_page).sum())
+            room += self._evictable_pages(adder, req, prefix)
+        beside = running + adder.can_run_list
+        return Demand(
+            new_pages=new_pages,
+            kept_pages=kept,
+            room_pages=room,
+            device_pages=sizes.device_pages,
+            host_pages=pool.live_host_pages(),
+            new_tokens=_answer_tokens(req),
+            running_tokens=max(map(_answer_tokens, beside)) if beside else None,
+            waiting=adder.waiting_queue_len - len(adder.can_run_list),
+        )
+
+    def _pages(self, tokens: float) -> int:
+        return int(-(-tokens // self._pool.page_size))
+
+    def _new_pages(self, req: Req) -> int:
+        """Of a request in this pass, chunks to come and answer included."""
+        tokens = len(req.full_untruncated_fill_ids) + _answer_tokens(req)
+        return self._pages(tokens) - self._pages(req.prefix_len)
+
+    def _growth_pages(self, adder: PrefillAdder, req: Req) -> int:
+        """Of a running request."""
+        answer = adder._get_running_request_total_token_offset(req)
+        tokens = len(req.origin_input_ids) + len(req.output_ids) + answer
+        return max(0, self._pages(tokens) - self._pages(req.kv.kv_allocated_len))
+
+    def _prefix_pages(self, adder: PrefillAdder, req: Req) -> np.ndarray:
+        """Pages of the prefix-cache hit, [pages] int64."""
+        if not req.prefix_len:
+            return _NO_PAGES
+        ids = adder.tree_cache.prefix_device_indices(req)
+        return (ids[:: self._pool.page_size] // self._pool.page_size).long().cpu().numpy()
+
+    def _evictable_pages(self, adder: PrefillAdder, req: Req, prefix: np.ndarray) -> int:
+        """Of D, with the request's own prefix kept."""
+        with adder._lock_node(req.last_node):
+            evictable = adder.tree_cache.evictable_size() // self._pool.page_size
+        return min(evictable, self._pool.idle_device_pages(besides=prefix))
+
+
+def _answer_tokens(req: Req) -> int:
+    """The most that `req` may still decode, as far as SGLang looks ahead."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
