@@ -107,7 +107,12 @@ class SimulatedDecoder(Decoder):
         self._costs.cpu_tokens += layers * computed * PAGE_TOKENS
         self._costs.transfer_s += link_s
         self._costs.transfer_tokens += layers * streamed * PAGE_TOKENS
-        self._clock_s += max(cpu_s + (layers * FIXED_S if computed else 0.0), link_s)
+        alone_s = cpu_s + (layers * FIXED_S if computed else 0.0)
+        self._clock_s += max(alone_s, link_s)
+        if computed:
+            self._costs.between_s += max(alone_s, link_s) - cpu_s
+            self._costs.betweens += layers
+            self._costs.exposed_s += max(0.0, link_s - alone_s)
         return scope.compute_pages * PAGE_TOKENS, stolen * PAGE_TOKENS, streamed * PAGE_TOKENS
 
     def _computed_s(self, pages: int) -> float:

@@ -46,7 +46,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of a decode step: what it takes over D alone, and what host pages add in every layer."""
+    """Seconds of a decode step: over D alone, and with host pages in every layer."""
 
     device_s: float
     cpu: Line
@@ -54,11 +54,11 @@ class StepModel:
     layers: int
     page_size: int
 
-    def host_s(self, host_pages: int) -> float:
-        """What a step takes longer for reading so many host pages, shared at best between CPU and link."""
+    def step_s(self, host_pages: int) -> float:
+        """A step that reads so many host pages, shared at best between CPU and link."""
         tokens = host_pages * self.page_size
         share = balanced_share(self.cpu, self.transfer, tokens)
-        return self.layers * layer_seconds(share, self.cpu, self.transfer, tokens)
+        return max(self.device_s, self.layers * layer_seconds(share, self.cpu, self.transfer, tokens))
 
 
 def decide(policy: str, demand: Demand, model: StepModel | None) -> Verdict:
@@ -82,7 +82,7 @@ def spilling_pays(demand: Demand, model: StepModel) -> bool:
     Now: what its host pages add to a step that is made anyway, for those that run. Later: a step over D alone, shared with
     its companions. Its pages stay where they are when those that run have ended, so only their part of its answer counts.
     """
-    added_s = model.host_s(demand.host_pages + demand.spilled_pages) - model.host_s(demand.host_pages)
+    added_s = model.step_s(demand.host_pages + demand.spilled_pages) - model.step_s(demand.host_pages)
     shared = min(1.0, (demand.running_tokens or 0) / max(1, demand.new_tokens))
     return added_s < shared * model.device_s / demand.companions
 

@@ -26,6 +26,8 @@ class Costs:
 
     cpu_s: float = 0.0
     cpu_tokens: int = 0
+    between_s: float = 0.0  # from one layer's answer of the CPU to the next layer's, less the CPU's attention
+    betweens: int = 0
     transfer_s: float = 0.0
     transfer_tokens: int = 0
     transfer_bytes: int = 0  # a page that requests share crosses once
@@ -63,20 +65,25 @@ class ShareController:
     """Target share from moving averages of what a token costs on either side."""
 
     def __init__(self, start: float, cpu_fixed_s: float, predicted: tuple[Line, Line] | None = None) -> None:
-        """start: the share until both sides have been measured. cpu_fixed_s: of handing a layer to the team and back.
+        """start: the share until both sides have been measured. cpu_fixed_s: of a layer beside the CPU's attention, likewise.
 
         predicted: lines of CPU and transfer that were measured before; until the steps' own are known they take their place.
         """
         self.target = self._start = start
-        self._cpu_fixed_s = cpu_fixed_s
+        self._known_fixed_s = cpu_fixed_s
         self._predicted: tuple[Line | None, Line | None] = predicted or (None, None)
-        self._cpu, self._transfer = MovingAverage(), MovingAverage()
+        self._cpu, self._fixed, self._transfer = MovingAverage(), MovingAverage(), MovingAverage()
         self._idle_steps = [0, 0]  # of CPU and transfer, while the other side worked
 
     def observe(self, costs: Costs) -> None:
         """Costs of neither side tell nothing: they come with every prefill, and before the GPU's are known."""
         if costs.cpu_tokens:
             self._cpu.add(costs.cpu_s / costs.cpu_tokens)
+        if costs.betweens:
+            # Waiting for copies may be part of it, or have gone on beside the CPU's attention: it lies between the two.
+            most = costs.between_s / costs.betweens
+            least = most - costs.exposed_s / costs.betweens
+            self._fixed.add(min(max(self.fixed_s, least), most))
         if costs.transfer_tokens:
             self._transfer.add(costs.transfer_s / costs.transfer_tokens)
         worked = (costs.cpu_tokens > 0, costs.transfer_tokens > 0)
@@ -86,7 +93,7 @@ class ShareController:
             elif worked[1 - side]:
                 self._idle_steps[side] += 1
         if self._idle_steps[0] >= _RETRY_STEPS:
-            self._cpu = self._start_again()
+            self._cpu, self._fixed = self._start_again(), MovingAverage()
         if self._idle_steps[1] >= _RETRY_STEPS:
             self._transfer = self._start_again()
 
@@ -96,9 +103,14 @@ class ShareController:
         return MovingAverage()
 
     @property
+    def fixed_s(self) -> float:
+        """What a layer takes beside the CPU's attention: the hand-over, and the rest of the layer, which waits for the CPU."""
+        return self._known_fixed_s if self._fixed.value is None else self._fixed.value
+
+    @property
     def cpu(self) -> Line | None:
         """The CPU's time for a layer, once measured."""
-        return None if self._cpu.value is None else Line(self._cpu_fixed_s, self._cpu.value)
+        return None if self._cpu.value is None else Line(self.fixed_s, self._cpu.value)
 
     @property
     def transfer(self) -> Line | None:

@@ -116,14 +116,19 @@ class Prediction:
 def predict(
     model: ModelKV, cpu: Line, transfer: Line, batch: int, context: int, device_bytes: int, rest_s: float
 ) -> Prediction:
-    """cpu and transfer: seconds of a layer. rest_s: a step's time with all KV in GPU memory, which hides nothing here."""
+    """cpu and transfer: seconds of a layer. rest_s: a step's time with all KV in GPU memory.
+
+    The CPU's attention adds to rest_s, since each layer goes on with its answer. Copies hide behind both.
+    """
     size = model.shape.page_size
     pages = batch * -(-context // size)
     host_pages = pages - min(pages, device_bytes // model.shape.page_bytes)
     tokens, layers = host_pages * size, model.shape.layers
 
+    cpu = Line(cpu.fixed_s + rest_s / layers, cpu.token_s)
+
     def step(share: float) -> float:
-        return rest_s + layers * layer_seconds(share, cpu, transfer, tokens)
+        return max(rest_s, layers * layer_seconds(share, cpu, transfer, tokens))
 
     share = balanced_share(cpu, transfer, tokens)
     return Prediction(

@@ -4,7 +4,8 @@ A layer that reads L host tokens, a share r of them by the CPU, takes the longer
 
     CPU   a0 + A r L           transfer   b0 + B (1 - r) L
 
-They are equal at r* = (B L + b0 - a0) / ((A + B) L).
+They are equal at r* = (B L + b0 - a0) / ((A + B) L). a0 is the hand-over and all else that a layer does, since nothing goes on
+before the CPU's answer is there. Copies hide behind all of it: the tiles of the next layers cross meanwhile.
 """
 
 from __future__ import annotations

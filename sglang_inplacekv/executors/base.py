@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ class Executor(ABC):
         self._current: Any = None  # the plan in the form that this executor's layers use
         self._queues = {name: WorkQueue(name, config.wait_timeout_s, config.jitter_seed) for name in queues}
         self._costs = Costs()
+        self._answered_s = 0.0  # when the CPU's last answer came
         self._kv = [regions.arena.attention_regions(layer) for layer in range(regions.shape.layers)]
         # Threads would otherwise outlive a server that was shut down inside a living process.
         self._finalizer = weakref.finalize(self, _close_queues, list(self._queues.values()))
@@ -141,11 +143,19 @@ class Executor(ABC):
     def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:
             state = job.wait(self._timeout_s)
-            self._costs.cpu_s += job.seconds
-            self._costs.cpu_tokens += self._plan.cpu_tokens
+            self._count_job(job, layer)
             return state
         except (TimeoutError, RuntimeError, ValueError) as error:
             raise RuntimeError(f"{self._plan.who}, layer {layer}, region C: {error}") from error
+
+    def _count_job(self, job: cpu_attn.Job, layer: int) -> None:
+        now_s = time.perf_counter()
+        self._costs.cpu_s += job.seconds
+        self._costs.cpu_tokens += self._plan.cpu_tokens
+        if layer:  # the layer before was this forward's
+            self._costs.between_s += now_s - self._answered_s - job.seconds
+            self._costs.betweens += 1
+        self._answered_s = now_s
 
     def take_costs(self) -> Costs:
         """What the decodes since this was last asked have cost, as far as it is known by now. Waits for nothing."""

@@ -15,22 +15,32 @@ CPU, TRANSFER = Line(30e-6, 2048 / 80e9), Line(0.0, 2048 / 50e9)
 
 
 class Host:
-    """A server whose two sides take the times of two lines."""
+    """A server whose two sides take the times of two lines, the CPU's fixed_s being what a layer does besides."""
 
     def __init__(self, start: float = 0.5) -> None:
         self.cpu, self.transfer = CPU, TRANSFER
         self.control = ShareController(start, CPU.fixed_s)
         self.shares: list[float] = []
+        self.beside = 0.0
 
     def step(self, tokens: int = TOKENS, noise: Callable[[], float] = lambda: 1.0) -> float:
         share = self.control.share(tokens)
         computed = min(tokens, round(share * tokens / PAGE) * PAGE)
+        attention_s = self.cpu.token_s * computed * noise()
+        transfer_s = self.transfer.token_s * (tokens - computed) * noise()
+        layer_s = max(self.cpu.fixed_s + attention_s, transfer_s)
+        late_s = max(0.0, transfer_s - self.cpu.fixed_s - attention_s)
+        # Of a wait that also goes on beside the CPU's attention, all counts as exposed.
+        exposed_s = late_s + self.beside * min(attention_s, transfer_s) if late_s else 0.0
         self.control.observe(
             Costs(
-                cpu_s=LAYERS * self.cpu.token_s * computed * noise(),
+                cpu_s=LAYERS * attention_s,
                 cpu_tokens=LAYERS * computed,
-                transfer_s=LAYERS * self.transfer.token_s * (tokens - computed) * noise(),
+                between_s=(LAYERS - 1) * (layer_s - attention_s) if computed else 0.0,
+                betweens=LAYERS - 1 if computed else 0,
+                transfer_s=LAYERS * transfer_s,
                 transfer_tokens=LAYERS * (tokens - computed),
+                exposed_s=LAYERS * exposed_s,
             )
         )
         self.shares.append(share)
@@ -49,6 +59,20 @@ class Host:
 def test_converges_from_anywhere(start: float) -> None:
     host = Host(start)
     assert host.steps(8) == pytest.approx(host.best(), abs=0.03)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192, 32768, 131072])
+@pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fixed_us", [100, 500])
+def test_what_a_layer_does_besides_is_found_out(fixed_us: int, beside: float, tokens: int) -> None:
+    """Only the hand-over of 30 us was known. The rest shows in the time from one answer of the CPU to the next."""
+    host = Host()
+    host.cpu, host.beside = Line(fixed_us * 1e-6, CPU.token_s), beside
+    share = host.steps(10 * HALF_LIFE_STEPS, tokens=tokens)
+    whole = round(share * tokens / PAGE) * PAGE / tokens
+    best = layer_seconds(host.best(tokens), host.cpu, host.transfer, tokens)
+    page_s = PAGE * (CPU.token_s + TRANSFER.token_s)
+    assert layer_seconds(whole, host.cpu, host.transfer, tokens) <= 1.03 * best + page_s
 
 
 @pytest.mark.parametrize("side", ["cpu", "transfer"])

@@ -221,6 +221,7 @@ def test_a_server_traces_every_decode_step(tmp_path: Path, capsys: pytest.Captur
         "GPU_MEMORY": "64tok",
         "TILE_TOKENS": "64",
         "THREADS": "1",
+        "ADMISSION": "spill",
         "TRACE": str(path),
     }
     model = make_tiny("qwen3_moe", checkpoint_path("tiny-qwen3_moe"))

@@ -282,4 +282,4 @@ def test_the_model_is_there_once_d_and_both_sides_were_measured():
         assert runner.kv_pool.step_model is None
         runner.generate([large], max_new_tokens=12)
         model = runner.kv_pool.step_model
-        assert model.device_s > 0 and model.host_s(8) >= model.host_s(1) > model.host_s(0) == 0
+        assert model.device_s > 0 and model.step_s(8) >= model.step_s(1) >= model.step_s(0) == model.device_s
