@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sglang_inplacekv.svg import COLOURS, Chart, ticks
+
 from .share_tables import GOOD, Verdict, points_of
-from .svg import COLOURS, Chart, ticks
 
 _SHARE_AXIS = [i / 10 for i in range(11)]
 _MOST_OVER = 2.0  # what is slower says nothing about the best share

@@ -32,7 +32,7 @@ def assert_close(actual: tuple, expected: tuple) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", SUPPORTED_HEAD_DIMS)
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 12])
 def test_matches_formula(each_isa: str, group: int, head_dim: int, dtype: torch.dtype) -> None:
     for page_size in LENGTHS:
         case, expected = ragged(page_size, group, head_dim, dtype)

@@ -2,18 +2,17 @@
 // bytes, C[16][16] fp32 += A[16][32] bf16 . B[16 pairs][16][2] bf16. Include after isa_avx512.h;
 // written once over `Tiles`, which are AMX's or its emulation's.
 //
-// Turn by turn (kTurnTokens tokens), KV head by KV head (latent rows are one), first group by group
+// Turn by turn (kTurnTokens tokens), KV head by KV head (latent rows are one), and group by group
 // of up to 16 query heads
 //   scores[tokens][heads] = rows . queries   rows are A and load from where they lie, queries are B
 //   weights                                  lanes are heads, so the softmax never crosses lanes
-// then four tiles of columns at a time, which are paired for B in the first-level cache, of all
-// groups
-//   sums[heads][columns] += weights . values
+//   sums[heads][columns] += weights . values values are paired for B, four tiles of columns at a
+//   time
 // A weight is the exact sum of three bf16 parts, eight bits each, so nothing is rounded that fp32
 // would not round: three products instead of one, where memory is what the time goes to.
 #pragma once
 
-#include <type_traits>
+#include <utility>
 
 #include "cpu_attn/dispatch.h"
 #include "cpu_attn/kernel_states.h"
@@ -72,54 +71,68 @@ void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* 
     }
 }
 
-// N tiles of columns of a group: acc = acc * rescale + weights . values. A product waits for the
-// one before it on its sums, so the tiles take turns.
+// sums += weights . values over one chunk, in tiles 0 to N - 1. A product waits for the one before
+// it on its sums, so the tiles take turns.
 template <class Tiles, int N>
-void sum_columns(const TileScratch& at, int group, int lanes, int chunks, float* acc, int stride) {
-  constexpr int kColumn = kChunks * kTileBytes;
-  Tiles::template zero<N>();
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    const char* value = at.values + chunk * kTileBytes;
-    const char* weight = at.weights + group * kWeightBytes + chunk * kParts * kTileBytes;
-    for (int part = 0; part < kParts; ++part, weight += kTileBytes) {
-      Tiles::template load<4>(weight, kRowBytes);
-      Tiles::template load<5>(value, kRowBytes);
-      Tiles::template multiply<0, 4, 5>();
-      Tiles::template load<6>(value + kColumn, kRowBytes);
-      Tiles::template multiply<1, 4, 6>();
-      if constexpr (N > 2) {
-        Tiles::template load<7>(value + 2 * kColumn, kRowBytes);
-        Tiles::template multiply<2, 4, 7>();
-        Tiles::template load<5>(value + 3 * kColumn, kRowBytes);
-        Tiles::template multiply<3, 4, 5>();
-      }
+void sum_chunk(const char* weights, const char* values) {
+  for (int part = 0; part < kParts; ++part, weights += kTileBytes) {
+    Tiles::template load<4>(weights, kRowBytes);
+    Tiles::template load<5>(values, kRowBytes);
+    Tiles::template multiply<0, 4, 5>();
+    Tiles::template load<6>(values + kTileBytes, kRowBytes);
+    Tiles::template multiply<1, 4, 6>();
+    if constexpr (N > 2) {
+      Tiles::template load<7>(values + 2 * kTileBytes, kRowBytes);
+      Tiles::template multiply<2, 4, 7>();
+      Tiles::template load<5>(values + 3 * kTileBytes, kRowBytes);
+      Tiles::template multiply<3, 4, 5>();
     }
   }
-  Tiles::template store<0>(at.sums, kRowBytes);
-  Tiles::template store<1>(at.sums + kTileFloats, kRowBytes);
-  if constexpr (N > 2) {
-    Tiles::template store<2>(at.sums + 2 * kTileFloats, kRowBytes);
-    Tiles::template store<3>(at.sums + 3 * kTileFloats, kRowBytes);
-  }
+}
+
+// acc = acc * rescale + sums, N tiles of columns.
+template <int N>
+void fold_sums(const float* sums, const float* rescale, int lanes, float* acc, int stride) {
   for (int lane = 0; lane < lanes; ++lane, acc += stride) {
-    const V factor = Isa::set1(at.rescale[group * 16 + lane]);
+    const V factor = Isa::set1(rescale[lane]);
     for (int i = 0; i < N; ++i) {
-      const V sum = Isa::load(at.sums + i * kTileFloats + lane * 16);
+      const V sum = Isa::load(sums + i * kTileFloats + lane * 16);
       Isa::store(acc + i * 16, Isa::fma(Isa::load(acc + i * 16), factor, sum));
     }
   }
 }
 
+// Tiles [begin, end) of the columns, N at a time. What is stored is loaded again a step later, when
+// it has reached the cache: values are paired a chunk ahead, sums are folded N tiles behind.
 template <class Tiles, int N>
-void sum_groups(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
-                const TileTurn& turn, int c, Ahead& ahead, float* acc) {
-  for (int i = 0; i < N; i += 2)
-    pair_values(turn, c + i, ahead, at.values + i * kChunks * kTileBytes);
-  for (int g = 0; g < s.groups; ++g) {
-    const Lanes lanes(s, kv_head, g);
-    sum_columns<Tiles, N>(at, g, lanes.count, (turn.count + kChunk - 1) / kChunk,
-                          acc + lanes.first * shape.value_dim + c * 16, shape.value_dim);
+void sum_columns(const TileScratch& at, const TileTurn& turn, int lanes, int begin, int end,
+                 Ahead* ahead, float* acc, int stride) {
+  if (begin == end) return;
+  const int chunks = (turn.count + kChunk - 1) / kChunk;
+  char *values = at.values, *next = values + kSumTiles * kTileBytes;
+  float *sums = at.sums, *before = sums + kSumTiles * kTileFloats;
+  pair_values<N>(turn, begin, 0, values);
+  for (int c = begin; c < end; c += N) {
+    Tiles::template zero<N>();
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      if (chunk + 1 < chunks)
+        pair_values<N>(turn, c, chunk + 1, next);
+      else if (c + N < end)
+        pair_values<N>(turn, c + N, 0, next);
+      if (ahead != nullptr) ahead->fetch();
+      sum_chunk<Tiles, N>(at.weights + chunk * kParts * kTileBytes, values);
+      std::swap(values, next);
+    }
+    Tiles::template store<0>(sums, kRowBytes);
+    Tiles::template store<1>(sums + kTileFloats, kRowBytes);
+    if constexpr (N > 2) {
+      Tiles::template store<2>(sums + 2 * kTileFloats, kRowBytes);
+      Tiles::template store<3>(sums + 3 * kTileFloats, kRowBytes);
+    }
+    if (c > begin) fold_sums<N>(before, at.rescale, lanes, acc + (c - N) * 16, stride);
+    std::swap(sums, before);
   }
+  fold_sums<N>(before, at.rescale, lanes, acc + (end - N) * 16, stride);
 }
 
 // All groups of a KV head over one turn.
@@ -127,19 +140,22 @@ template <class Tiles>
 void attend_turn(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
                  const TileTurn& turn, const TileTurn& next, State state) {
   const int tiles = (turn.count + 15) / 16, chunks = (turn.count + kChunk - 1) / kChunk;
-  const int calls = (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * s.columns / 2;
+  const int calls =
+      (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * (s.columns / kSumTiles);
   Ahead ahead(next.rows, next.fetched, shape.head_dim * 2, calls);
   RowTile rows[kRowTiles];
   for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
+  const int most = s.columns / kSumTiles * kSumTiles;
   for (int g = 0; g < s.groups; ++g) {
-    score_turn<Tiles>(s, rows, tiles, at.queries + (kv_head * s.groups + g) * s.steps * kTileBytes,
-                      g == 0 ? &ahead : nullptr, at.scores);
-    weigh_turn(shape.scale_log2, turn.count, at, g, Lanes(s, kv_head, g), state);
+    const Lanes lanes(s, kv_head, g);
+    Ahead* once = g == 0 ? &ahead : nullptr;
+    const char* queries = at.queries + (kv_head * s.groups + g) * s.steps * kTileBytes;
+    float* acc = state.acc + lanes.first * shape.value_dim;
+    score_turn<Tiles>(s, rows, tiles, queries, once, at.scores);
+    weigh_turn(shape.scale_log2, turn.count, at, lanes, state);
+    sum_columns<Tiles, kSumTiles>(at, turn, lanes.count, 0, most, once, acc, shape.value_dim);
+    sum_columns<Tiles, 2>(at, turn, lanes.count, most, s.columns, nullptr, acc, shape.value_dim);
   }
-  int c = 0;
-  for (; c + kSumTiles <= s.columns; c += kSumTiles)
-    sum_groups<Tiles, kSumTiles>(shape, s, at, kv_head, turn, c, ahead, state.acc);
-  if (c < s.columns) sum_groups<Tiles, 2>(shape, s, at, kv_head, turn, c, ahead, state.acc);
 }
 
 template <class Tiles, bool kLatent>

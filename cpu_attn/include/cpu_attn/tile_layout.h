@@ -21,8 +21,8 @@ constexpr int kChunk = 32;     // tokens of a weights tile
 constexpr int kTurnTokens = 128;
 constexpr int kChunks = kTurnTokens / kChunk;
 constexpr int kRowTiles = kTurnTokens / 16;
-constexpr int kParts = 3;                                    // bf16 parts of a weight
-constexpr int kWeightBytes = kChunks * kParts * kTileBytes;  // of a group of heads
+constexpr int kParts = 3;  // bf16 parts of a weight
+constexpr int kWeightBytes = kChunks * kParts * kTileBytes;
 constexpr int kScoreTiles = 4;  // tiles of rows that meet a tile of queries at once
 constexpr int kSumTiles = 4;    // tiles of columns that meet a tile of weights at once
 
@@ -57,22 +57,22 @@ struct TileScratch {
       : queries(static_cast<char*>(memory)),
         staged(queries + s.kv_heads * s.groups * s.steps * kTileBytes),
         values(staged + kRowTiles * s.steps * kTileBytes),
-        weights(values + kSumTiles * kChunks * kTileBytes),
-        scores(reinterpret_cast<float*>(weights + s.groups * kWeightBytes)),
+        weights(values + 2 * kSumTiles * kTileBytes),
+        scores(reinterpret_cast<float*>(weights + kWeightBytes)),
         sums(scores + kTurnTokens * 16),
-        rescale(sums + kSumTiles * kTileFloats) {}
+        rescale(sums + 2 * kSumTiles * kTileFloats) {}
   static size_t bytes(const TileShape& s) {
-    const size_t tiles = s.kv_heads * s.groups * s.steps + kRowTiles * s.steps +
-                         kSumTiles * kChunks + kRowTiles + kSumTiles;
-    return tiles * kTileBytes + s.groups * (kWeightBytes + kRowBytes);
+    const size_t tiles =
+        s.kv_heads * s.groups * s.steps + kRowTiles * s.steps + kRowTiles + 4 * kSumTiles;
+    return tiles * kTileBytes + kWeightBytes + kRowBytes;
   }
   char* queries;   // [kv_heads][groups][steps] tiles of B
   char* staged;    // [kRowTiles][16][steps * 64 bytes]: rows that do not lie as a tile wants them
-  char* values;    // [kSumTiles][kChunks] tiles of B
-  char* weights;   // [groups][kChunks][kParts] tiles of A, of one KV head
-  float* scores;   // [kTurnTokens][16], of one group
-  float* sums;     // [kSumTiles] tiles of C
-  float* rescale;  // [groups][16]
+  char* values;    // [2][kSumTiles] tiles of B
+  char* weights;   // [kChunks][kParts] tiles of A, of one group
+  float* scores;   // [kTurnTokens][16]
+  float* sums;     // [2][kSumTiles] tiles of C
+  float* rescale;  // [16]
 };
 
 // Sixteen rows of A.
@@ -184,19 +184,18 @@ RowTile find_row_tile(const Shape& shape, const TileShape& s, const TileTurn& tu
   return {staged, bytes};
 }
 
-// Columns [16 c, 16 c + 32) of the values: tokens 2i and 2i + 1 become row i of B.
-void pair_values(const TileTurn& turn, int c, Ahead& ahead, char* tiles) {
-  for (int chunk = 0; chunk * kChunk < turn.count; ++chunk, tiles += kTileBytes) {
-    const char* const* rows = turn.values() + chunk * kChunk;
-    for (int i = 0; i < 16; ++i) {
-      const __m512i even = _mm512_loadu_si512(rows[2 * i] + c * 32);
-      const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + c * 32);
-      char* to = tiles + i * kRowBytes;
+// N tiles of B from tile c of the columns on: tokens 2i and 2i + 1 of the chunk become row i.
+template <int N>
+void pair_values(const TileTurn& turn, int c, int chunk, char* tiles) {
+  const char* const* rows = turn.values() + chunk * kChunk;
+  for (int i = 0; i < 16; ++i)
+    for (int n = 0; n < N; n += 2) {
+      const __m512i even = _mm512_loadu_si512(rows[2 * i] + (c + n) * 32);
+      const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + (c + n) * 32);
+      char* to = tiles + n * kTileBytes + i * kRowBytes;
       _mm512_store_si512(to, _mm512_unpacklo_epi16(even, odd));
-      _mm512_store_si512(to + kChunks * kTileBytes, _mm512_unpackhi_epi16(even, odd));
+      _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi16(even, odd));
     }
-    ahead.fetch();
-  }
 }
 
 // The first eight bits of each lane as bf16, in the upper half; takes them off.
@@ -207,7 +206,7 @@ __m512i take_bits(V& weight) {
 }
 
 // Softmax of a group, a head a lane: scores become tiles of A, the running maxima and sums go on.
-void weigh_turn(float scale, int count, const TileScratch& at, int group, const Lanes& lanes,
+void weigh_turn(float scale, int count, const TileScratch& at, const Lanes& lanes,
                 const State& state) {
   float* running_max = state.max + lanes.first;
   float* running_sum = state.sum + lanes.first;
@@ -242,7 +241,7 @@ void weigh_turn(float scale, int count, const TileScratch& at, int group, const 
     }
     for (int part = 0; part < kParts; ++part) {
       transpose(parts[part]);
-      char* tile = at.weights + group * kWeightBytes + (chunk * kParts + part) * kTileBytes;
+      char* tile = at.weights + (chunk * kParts + part) * kTileBytes;
       for (int h = 0; h < 16; ++h) _mm512_store_si512(tile + h * kRowBytes, parts[part][h]);
     }
   }
@@ -250,7 +249,7 @@ void weigh_turn(float scale, int count, const TileScratch& at, int group, const 
   _mm512_mask_storeu_ps(running_sum, lanes.mask(),
                         Isa::fma(sum, rescale, Isa::add(total[0], total[1])));
   _mm512_mask_storeu_ps(running_max, lanes.mask(), top);
-  Isa::store(at.rescale + group * 16, rescale);
+  Isa::store(at.rescale, rescale);
 }
 
 void finish_tiles(const Shape& shape, const State* states, int count, int h, float* out,
