@@ -129,7 +129,7 @@ def long(parts: dict[str, list[dict]]) -> str:
     return markdown(("side", "tokens", "GPU KV, GB", "outcome", "first token, s", "ms a step"), table)
 
 
-_MILLION = {  # measure -> whether more is better; None: neither
+_END_TO_END = {  # measure -> whether more is better; None: neither
     "case": None,
     "asked": None,
     "new_tokens": None,
@@ -142,19 +142,25 @@ _MILLION = {  # measure -> whether more is better; None: neither
     "first_token_max_s": False,
     "step_ms": None,
     "retractions": None,
+    "queued": None,
+    "spilled": None,
 }
 
 
-def million(parts: dict[str, list[dict]]) -> str:
-    by_side = {row["side"]: row for row in rows_of(parts["million"])}
+def _end_to_end(benchmark: str) -> Callable[[dict[str, list[dict]]], str]:
+    return lambda parts: _by_side(rows_of(parts[benchmark]))
+
+
+def _by_side(rows: list[dict]) -> str:
+    by_side = {row["side"]: row for row in rows}
     table = []
-    for measure, more_is_better in _MILLION.items():
+    for measure, more_is_better in _END_TO_END.items():
         ours, stock = (by_side.get(side, {}).get(measure) for side in (OURS, STOCK))
         wins = None
         if more_is_better is not None and ours is not None and stock is not None:
             wins = "ours" if (ours > stock) == more_is_better else "stock"
         table.append((measure, ours, stock, wins))
-    return markdown(("measure", "ours, at once", "stock, queueing", "wins"), table)
+    return markdown(("measure", "ours", "stock, queueing", "wins"), table)
 
 
 def timeline(parts: dict[str, list[dict]]) -> str:
@@ -175,7 +181,8 @@ TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
     "prefill": prefill,
     "decode_sweep": _against_bound("decode_sweep"),
     "long": long,
-    "million": million,
+    "million": _end_to_end("million"),
+    "queueing": _end_to_end("queueing"),
 }
 
 

@@ -58,6 +58,8 @@ class Scale:
     million: Shape
     million_new_tokens: int
     million_share: float
+    queueing: Shape
+    queueing_new_tokens: int
     stream_layers: int  # of the measurements without a model
     stream_tokens: int
     repeats: int
@@ -103,6 +105,8 @@ FULL = Scale(
     million=Shape(32, 32000),
     million_new_tokens=64,
     million_share=0.6,
+    queueing=Shape(64, 8192),
+    queueing_new_tokens=64,
     stream_layers=24,
     stream_tokens=131072,
     repeats=7,
@@ -119,6 +123,7 @@ QUICK = replace(
     sweep=(Shape(32, 8192), Shape(4, 32768)),
     sweep_shares=(0.6, 0.0, 1.0),
     million=Shape(8, 32000),
+    queueing=Shape(16, 8192),
     repeats=5,
     share=replace(
         _SHARE,
@@ -151,6 +156,8 @@ SMOKE = Scale(
     million=Shape(3, 128),
     million_new_tokens=8,
     million_share=0.5,
+    queueing=Shape(4, 96),
+    queueing_new_tokens=8,
     stream_layers=2,
     stream_tokens=1024,
     repeats=2,

@@ -51,11 +51,13 @@ def _stock(name: str, benchmarks: tuple[str, ...], **arguments: Any) -> ServerSe
     return ServerSetting(name, STOCK, benchmarks, _COMMON | own, _COMMON_ENV)
 
 
-def _ours(name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int) -> ServerSetting:
+def _ours(
+    name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int, share: str = "0.5"
+) -> ServerSetting:
     env = _COMMON_ENV | {
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu,
         "SGLANG_INPLACEKV_HOST_MEMORY": f"{host_bytes}B",
-        "SGLANG_INPLACEKV_CPU_SHARE": "0.5",
+        "SGLANG_INPLACEKV_CPU_SHARE": share,
     }
     arguments = _COMMON | {"backend": "inplacekv", "page_size": 256}
     return ServerSetting(name, OURS, benchmarks, arguments, env)
@@ -72,7 +74,9 @@ SERVERS = (
     _ours("resident", ("fits", "prefill"), "auto", 8 * 10**9),
     # No D homes: every page but the open ones is in host memory. Windows and tiles are 1.2 GB.
     _ours("spilled", ("prefill", "timeline", "decode_sweep", "long", "million"), "0tok", HOST_MEMORY_BYTES),
-    _stock("stock_small", ("long", "million"), max_total_tokens=SMALL_POOL_TOKENS),
+    _stock("stock_small", ("long", "million", "queueing"), max_total_tokens=SMALL_POOL_TOKENS),
+    # D as large as that pool, and every other choice its own.
+    _ours("resident_small", ("queueing",), f"{SMALL_POOL_TOKENS}tok", HOST_MEMORY_BYTES // 2, share="auto"),
 )
 BENCHMARKS = (
     "transfer",
@@ -86,6 +90,7 @@ BENCHMARKS = (
     "decode_sweep",
     "long",
     "million",
+    "queueing",
 )
 
 

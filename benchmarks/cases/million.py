@@ -23,24 +23,29 @@ def _measure(context) -> None:
     else:
         server.set_share(scale.million_share)
         shape = _largest(server, scale)
+    fields = serve_all(server, shape, scale.million_new_tokens)
+    context.part.row(asked=str(scale.million), **fields)
+
+
+def serve_all(server, shape: Shape, new_tokens: int) -> dict:
+    """Submit `shape` at once. Returns what came of it, end to end."""
     prompts = [server.streams.fresh(shape.context) for _ in range(shape.batch)]
-    served = server.serve(prompts, scale.million_new_tokens).check()
+    served = server.serve(prompts, new_tokens).check()
     first_s = served.first_token_s
     together = step_windows(served.decode_stamps_s, warmup_steps=_WARM_UP_STEPS, window_steps=1)
-    context.part.row(
-        case=str(shape),
-        asked=str(scale.million),
-        new_tokens=scale.million_new_tokens,
-        gpu_kv_bytes=gpu_kv_bytes(server),
-        end_to_end_s=served.end_to_end_s,
-        output_tokens_per_s=served.output_tokens / served.end_to_end_s,
-        all_tokens_per_s=(shape.batch * shape.context + served.output_tokens) / served.end_to_end_s,
-        first_token_mean_s=statistics.mean(first_s),
-        first_token_p50_s=percentile(first_s, 0.5),
-        first_token_max_s=max(first_s),
-        retractions=served.retractions,
+    return {
+        "case": str(shape),
+        "new_tokens": new_tokens,
+        "gpu_kv_bytes": gpu_kv_bytes(server),
+        "end_to_end_s": served.end_to_end_s,
+        "output_tokens_per_s": served.output_tokens / served.end_to_end_s,
+        "all_tokens_per_s": (shape.batch * shape.context + served.output_tokens) / served.end_to_end_s,
+        "first_token_mean_s": statistics.mean(first_s),
+        "first_token_p50_s": percentile(first_s, 0.5),
+        "first_token_max_s": max(first_s),
+        "retractions": served.retractions,
         **({"step_ms": Spread.of(s * 1e3 for s in together)} if together else {}),
-    )
+    }
 
 
 def _largest(server, scale) -> Shape:

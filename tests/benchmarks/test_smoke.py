@@ -62,7 +62,7 @@ def test_our_server_runs_every_case(tmp_path: Path) -> None:
     with tiny_server(OURS, max_total_tokens=None) as server:
         parts = {
             name: measured(name, server, OURS, tmp_path)
-            for name in ("fits", "prefill", "decode_sweep", "long", "million", "timeline")
+            for name in ("fits", "prefill", "decode_sweep", "long", "million", "queueing", "timeline")
         }
     for row in parts["decode_sweep"].rows:
         assert row["step_ms"].count == SMOKE.sweep_steps
@@ -74,10 +74,11 @@ def test_our_server_runs_every_case(tmp_path: Path) -> None:
         assert row["first_token_ms"].count == SMOKE.prefill_repeats[row["tokens"]]
     assert parts["long"].rows[0]["outcome"] == "runs"
     assert parts["million"].rows[0]["first_token_max_s"] < parts["million"].rows[0]["end_to_end_s"]
+    assert parts["queueing"].rows[0]["output_tokens_per_s"] > 0
     assert parts["timeline"].rows[0]["CPU attention, us"] > 0
     traced = json.loads((tmp_path / TRACE_FILE).read_text())
     assert sum(interval["lane"] == CPU for interval in traced["intervals"]) == traced["layers"]
-    assert set(report.report([tmp_path]).split()) >= {"decode_sweep", "million"}
+    assert set(report.report([tmp_path]).split()) >= {"decode_sweep", "million", "queueing"}
     assert json.loads((tmp_path / TRACE_FILE).read_text()) == traced
 
 
