@@ -58,12 +58,18 @@ class LinesDecoder(Decoder):
         stolen = PAGE * self.scope.wanted_stolen(self.scope.compute_pages, self.scope.transfer_pages)
         computed = self.scope.compute_pages * PAGE
         by_cpu, by_link = computed + stolen, tokens - computed - stolen
-        self.clock_s += LAYERS * layer_seconds(by_cpu / tokens, self.cpu, self.link, tokens)
+        layer_s = layer_seconds(by_cpu / tokens, self.cpu, self.link, tokens)
+        attention_s, link_s = self.cpu.token_s * by_cpu, self.link.seconds(by_link)
+        late_s = max(0.0, link_s - attention_s - self.cpu.fixed_s) if by_cpu else link_s
+        self.clock_s += LAYERS * layer_s
         self.costs = Costs(
-            LAYERS * self.cpu.token_s * by_cpu,
-            LAYERS * by_cpu,
-            LAYERS * self.link.token_s * by_link,
-            LAYERS * by_link,
+            cpu_s=LAYERS * attention_s,
+            cpu_tokens=LAYERS * by_cpu,
+            between_s=LAYERS * (layer_s - attention_s) if by_cpu else 0.0,
+            betweens=LAYERS if by_cpu else 0,
+            transfer_s=LAYERS * link_s,
+            transfer_tokens=LAYERS * by_link,
+            exposed_s=LAYERS * late_s,
         )
         return computed, stolen, by_link
 
