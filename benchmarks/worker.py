@@ -64,8 +64,7 @@ def run_benchmark(context: Context) -> None:
 def opened(setting: ServerSetting, out: Path, layers: int | None, scale: Scale) -> Iterator[object]:
     """The setting's Server, warm; None where it has no model."""
     if setting.side == NONE:
-        # As SGLang does on a GPU. The CPU team shares torch's OpenMP runtime, which lets its threads sleep sooner
-        # between two jobs, and wake later, when it has more of them than cores.
+        # As SGLang does on a GPU: torch's own threads would spin on the team's cores.
         torch.set_num_threads(1)
         yield None
         return

@@ -165,8 +165,8 @@ def parse() -> argparse.Namespace:
 
 
 def report_hand_over(threads: int, cores: list[int] | None) -> None:
-    """What a job costs that has nothing to do, by whether those who wait for it sleep or spin. One BLAS thread: torch's own
-    threads would share OpenMP's with the team.
+    """What a job costs that has nothing to do, by whether those who wait for it sleep or spin. Torch's own threads would
+    spin on the team's cores.
     """
     torch.set_num_threads(1)
     for name, spin_s in (("sleeping", 0.0), ("spinning", 2e-3)):
@@ -180,7 +180,7 @@ def report_hand_over(threads: int, cores: list[int] | None) -> None:
 def main() -> None:
     arguments = parse()
     report_hand_over(arguments.threads, arguments.cores)
-    # SDPA wants all threads. Where nothing else does, torch's own would only keep the team's from spinning.
+    # SDPA wants all threads. Where nothing else does, torch's own would only spin on the team's cores.
     torch.set_num_threads(1 if arguments.no_sdpa or arguments.only == "mla" else arguments.threads)
     torch.manual_seed(0)
     with Executor(arguments.threads, arguments.cores) as executor:

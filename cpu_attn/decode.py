@@ -103,7 +103,7 @@ def paged_decode(
         scale: multiplies q . k before the softmax.
         out: [batch, q_heads, head_dim] fp32 to write to; allocated when None.
         lse: [batch, q_heads] fp32 to write to; allocated when None.
-        executor: run on its threads and wait; otherwise the calling thread and its own OpenMP team
+        executor: run on its threads and wait; otherwise the calling thread and its own team
             of `threads` (default: default_threads()) do the work, with the GIL released.
 
     Returns:

@@ -68,7 +68,7 @@ class Job:
 
 
 class Executor:
-    """One thread with an OpenMP team of its own, running jobs in the order submitted.
+    """A team of threads of its own, running jobs in the order submitted.
 
     Args:
         threads: size of the team; default: len(cores), or default_threads().

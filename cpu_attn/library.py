@@ -27,7 +27,6 @@ def library() -> Any:
     Raises RuntimeError listing the paths tried when it is missing, when it was built from another
     version of the sources, or when CPU_ATTN_ISA asks for what the host cannot run.
     """
-    import torch  # noqa: F401  # loads the OpenMP runtime that the library shares
     import tvm_ffi  # loads libtvm_ffi.so, which the library refers to without a run path
 
     candidates = _candidates()

@@ -1,54 +1,23 @@
 #include "cpu_attn/executor.h"
 
-#include <omp.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
 #include <stdexcept>
 #include <utility>
+
+#include "cpu_attn/spin.h"
 
 namespace cpu_attn {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-bool forked = false;
-// At load, not at first use: the inherited team may have been made by someone else.
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-
 void check_owner(pid_t owner, const char* what) {
   if (getpid() != owner)
     throw std::runtime_error(std::string(what) + " belongs to process " + std::to_string(owner) +
                              ", not to its forked child");
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-constexpr int kLooksPerClock = 64;
-
-// Returns true as soon as `flag` is set, or false after `seconds`. Yields, since whoever sets the
-// flag may be waiting for this core.
-bool spin(const std::atomic<bool>& flag, double seconds) {
-  if (seconds <= 0.0) return false;
-  const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                   std::chrono::duration<double>(seconds));
-  do {
-    for (int i = 0; i < kLooksPerClock; ++i) {
-      if (flag.load(std::memory_order_acquire)) return true;
-      relax();
-    }
-    std::this_thread::yield();
-  } while (Clock::now() < end);
-  return false;
 }
 
 }  // namespace
@@ -62,7 +31,7 @@ Job::Job(std::function<void(Team&)> work, double spin_s)
 bool Job::wait(double seconds) const {
   check_owner(owner_, "job");
   const double spun = std::min(seconds, spin_s_);
-  if (spin(settled_, spun)) return true;
+  if (spin([this] { return settled_.load(std::memory_order_acquire); }, spun)) return true;
   std::unique_lock<std::mutex> lock(mutex_);
   return finished_.wait_for(lock, std::chrono::duration<double>(seconds - spun),
                             [this] { return outcome_ != Outcome::kPending; });
@@ -101,7 +70,7 @@ void Job::settle(Outcome outcome, std::string message, double seconds) {
 }
 
 Executor::Executor(int threads, std::vector<int> cores, double spin_s)
-    : owner_(getpid()), threads_(threads), spin_s_(spin_s) {
+    : owner_(getpid()), threads_(threads), spin_s_(spin_s), team_(new Team(threads, spin_s)) {
   thread_ = std::thread([this] { loop(); });
   if (cores.empty()) return;
   const std::shared_ptr<Job> pinned = submit([cores](Team& team) {
@@ -142,13 +111,12 @@ void Executor::close() {
   for (const auto& job : dropped)
     job->settle(Job::Outcome::kFailed, "executor was closed before the job ran", 0.0);
   if (thread_.joinable()) thread_.join();
+  team_.reset();
 }
 
 void Executor::loop() {
-  omp_set_dynamic(0);
-  Team team(threads_);
   for (;;) {
-    spin(wanted_, spin_s_);
+    spin([this] { return wanted_.load(std::memory_order_acquire); }, spin_s_);
     std::unique_lock<std::mutex> lock(mutex_);
     wake_.wait(lock, [this] { return closing_ || !queue_.empty(); });
     if (queue_.empty()) return;
@@ -156,27 +124,21 @@ void Executor::loop() {
     queue_.pop_front();
     wanted_.store(closing_ || !queue_.empty(), std::memory_order_release);
     lock.unlock();
-    job->run(team);
+    job->run(*team_);
   }
 }
 
 void run_direct(int threads, const std::function<void(Team&)>& work) {
-  if (!forked || threads == 1) {
-    thread_local std::unique_ptr<Team> team;
-    if (!team || team->threads() != threads) team = std::make_unique<Team>(threads);
-    return work(*team);
-  }
-  std::exception_ptr error;
-  std::thread fresh([&] {
-    try {
-      Team team(threads);
-      work(team);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  });
-  fresh.join();
-  if (error) std::rethrow_exception(error);
+  struct Own {
+    explicit Own(int threads) : team(threads, 0.0) {}
+    bool in_owner() const { return getpid() == owner; }
+    const pid_t owner = getpid();
+    Team team;
+  };
+  // A team inherited by a fork has no threads.
+  thread_local std::unique_ptr<Own, DeleteInOwner> own;
+  if (!own || !own->in_owner() || own->team.threads() != threads) own.reset(new Own(threads));
+  work(own->team);
 }
 
 }  // namespace cpu_attn

@@ -1,6 +1,5 @@
 #include "cpu_attn/team.h"
 
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -42,35 +41,20 @@ struct ArenaMap {
   size_t heads, state, scratch, slots, workers;
 };
 
-template <class F>
-void for_each_worker(int threads, const F& f) {
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int w = omp_get_thread_num(); w < threads; w += omp_get_num_threads()) f(w);
-}
-
 }  // namespace
 
-Team::Team(int threads) : threads_(threads), claims_(new Claim[threads]) {}
-
-template <class Work, class After>
-void Team::run(int shares, const Work& work, const After& after) {
-  const int each = shares / threads_;
-  for (int w = 0; w < threads_; ++w) claims_[w].next = 0;
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-  {
-    const int me = omp_get_thread_num();
-    for (int i = 0; i < threads_; ++i) {
-      const int owner = (me + i) % threads_;
-      for (int n; (n = claims_[owner].next++) < each;) work(me, owner * each + n);
-    }
-#pragma omp barrier
-    for (int w = me; w < threads_; w += omp_get_num_threads()) after(w);
-  }
-}
+Team::Team(int threads, double spin_s) : workers_(threads, spin_s), claims_(new Claim[threads]) {}
 
 template <class Work>
 void Team::run(int shares, const Work& work) {
-  run(shares, work, [](int) {});
+  const int each = shares / threads();
+  for (int w = 0; w < threads(); ++w) claims_[w].next = 0;
+  workers_.run([&](int me) {
+    for (int i = 0; i < threads(); ++i) {
+      const int owner = (me + i) % threads();
+      for (int n; (n = claims_[owner].next++) < each;) work(me, owner * each + n);
+    }
+  });
 }
 
 float* Team::arena(size_t floats) {
@@ -85,10 +69,10 @@ float* Team::arena(size_t floats) {
 void Team::decode(const DecodeCall& call) {
   const Kv& kv = *call.kv;
   const Attention& attention = kv.latent ? call.kernel->latent : call.kernel->heads;
-  make_plan(call.table, kv.regions, kv.page_size, threads_, plan_);
+  make_plan(call.table, kv.regions, kv.page_size, threads(), plan_);
   const Shape shape{call.q_heads, kv.kv_heads, kv.head_dim,  kv.value_dim,
                     kv.page_size, kv.dtype,    call.q_dtype, call.scale * kLog2E};
-  const ArenaMap map(shape, attention.scratch_floats(shape), plan_.slots, threads_);
+  const ArenaMap map(shape, attention.scratch_floats(shape), plan_.slots, threads());
   float* memory = arena(map.floats());
   std::vector<State> slots;
   for (int i = 0; i < plan_.slots; ++i) slots.push_back(map.slot(memory, i));
@@ -110,14 +94,15 @@ void Team::decode(const DecodeCall& call) {
       for (int h = 0; h < call.q_heads; ++h) finish(part.request, h, &state, 1);
     }
   };
-  const auto merge = [&](int w) {
+  run(plan_.shares, attend);
+  if (plan_.merges.empty()) return;
+  workers_.run([&](int w) {
     const int64_t rows = static_cast<int64_t>(plan_.merges.size()) * call.q_heads;
-    for (int64_t r = w; r < rows; r += threads_) {
+    for (int64_t r = w; r < rows; r += threads()) {
       const Merge& m = plan_.merges[r / call.q_heads];
       finish(m.request, static_cast<int>(r % call.q_heads), slots.data() + m.first_slot, m.slots);
     }
-  };
-  run(plan_.shares, attend, merge);
+  });
 }
 
 int64_t CopyPair::rows() const {
@@ -150,7 +135,7 @@ void copy_range(const CopyPair& pair, int64_t begin, int64_t end) {
 void Team::copy(const std::vector<CopyPair>& pairs) {
   int64_t total = 0;
   for (const CopyPair& pair : pairs) total += pair.rows() * pair.row_bytes;
-  const int shares = threads_ * kSharesPerWorker;
+  const int shares = threads() * kSharesPerWorker;
   run(shares, [&](int, int share) {
     const int64_t begin = cut(total, share, shares), end = cut(total, share + 1, shares);
     int64_t start = 0;
@@ -165,15 +150,15 @@ void Team::copy(const std::vector<CopyPair>& pairs) {
 
 void Team::first_touch(char* data, int64_t bytes) {
   const int64_t pages = (bytes + kTouchBytes - 1) / kTouchBytes;
-  for_each_worker(threads_, [&](int w) {
-    for (int64_t i = pages * w / threads_; i < pages * (w + 1) / threads_; ++i)
+  workers_.run([&](int w) {
+    for (int64_t i = pages * w / threads(); i < pages * (w + 1) / threads(); ++i)
       *static_cast<volatile char*>(data + i * kTouchBytes) = 0;
   });
 }
 
 uint64_t Team::read(const Kernel* kernel, const char* data, int64_t bytes) {
   std::atomic<uint64_t> sum{0};
-  const int shares = threads_ * kSharesPerWorker;
+  const int shares = threads() * kSharesPerWorker;
   run(shares, [&](int, int share) {
     const int64_t begin = cut(bytes, share, shares);
     sum += kernel->read(data + begin, cut(bytes, share + 1, shares) - begin);
@@ -182,12 +167,12 @@ uint64_t Team::read(const Kernel* kernel, const char* data, int64_t bytes) {
 }
 
 void Team::multiply(const Kernel* kernel, int64_t rounds) {
-  for_each_worker(threads_, [&](int) { kernel->multiply(rounds); });
+  workers_.run([&](int) { kernel->multiply(rounds); });
 }
 
 bool Team::pin(const std::vector<int>& cores) {
   std::atomic<bool> granted{true};
-  for_each_worker(threads_, [&](int w) {
+  workers_.run([&](int w) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(cores[w], &set);

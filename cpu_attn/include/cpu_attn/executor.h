@@ -1,4 +1,4 @@
-// One thread that runs submitted jobs in order with its own OpenMP team.
+// One thread that runs submitted jobs in order with its own team.
 //
 // Hand-off: submit() queues under `mutex_` and signals `wake_`; the thread takes the oldest job,
 // runs it without the lock, drops what the job captured, then sets its result under the job's own
@@ -65,8 +65,9 @@ class Job {
 
 class Executor {
  public:
-  // cores: empty (inherit the caller's affinity) or one per thread. Throws when pinning fails.
-  // spin_s > 0 wants a core for the caller beside the team's.
+  // cores: empty (inherit the caller's affinity) or one per thread. Throws when pinning fails or
+  // the system does not grant the threads. spin_s > 0 wants a core for the caller beside the
+  // team's.
   Executor(int threads, std::vector<int> cores, double spin_s);
   ~Executor();
   Executor(const Executor&) = delete;
@@ -84,6 +85,7 @@ class Executor {
   const pid_t owner_;
   const int threads_;
   const double spin_s_;
+  std::unique_ptr<Team> team_;  // until closed
   std::mutex close_mutex_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -93,8 +95,7 @@ class Executor {
   std::thread thread_;
 };
 
-// Runs `work` on the calling thread's own team. GNU OpenMP hangs when a forked child reuses the
-// team it inherited, so there a fresh thread runs it.
+// Runs `work` on the calling thread's own team, which stays until another size is asked for.
 void run_direct(int threads, const std::function<void(Team&)>& work);
 
 }  // namespace cpu_attn

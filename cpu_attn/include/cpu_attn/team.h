@@ -9,6 +9,7 @@
 
 #include "cpu_attn/plan.h"
 #include "cpu_attn/types.h"
+#include "cpu_attn/workers.h"
 
 namespace cpu_attn {
 
@@ -49,16 +50,15 @@ struct CopyPair {
   int64_t rows() const;
 };
 
-// Not thread-safe; the OpenMP threads belong to whichever thread calls. Every split is fixed by the
-// number of threads asked for, whatever number the runtime grants.
+// Not thread-safe; the calling thread is worker 0. Every split is fixed by the number of threads.
 //
 // Work is cut into shares, an equal contiguous run of them for each worker. A worker takes its own
 // in order and then what others have left, so a core that another process occupies delays the team
 // by one share, not by its whole part.
 class Team {
  public:
-  explicit Team(int threads);
-  int threads() const { return threads_; }
+  Team(int threads, double spin_s);  // as Workers
+  int threads() const { return workers_.count(); }
 
   void decode(const DecodeCall& call);
   void copy(const std::vector<CopyPair>& pairs);
@@ -72,10 +72,7 @@ class Team {
   bool pin(const std::vector<int>& cores);
 
  private:
-  // Runs work(worker, share) for every share, then after(worker) for every worker once all shares
-  // are done. Neither may throw.
-  template <class Work, class After>
-  void run(int shares, const Work& work, const After& after);
+  // Runs work(worker, share) for every share; it may not throw.
   template <class Work>
   void run(int shares, const Work& work);
 
@@ -90,7 +87,7 @@ class Team {
     void operator()(float* p) const { std::free(p); }
   };
 
-  int threads_;
+  Workers workers_;
   std::unique_ptr<Claim[]> claims_;
   Plan plan_;
   std::unique_ptr<float, Free> arena_;
