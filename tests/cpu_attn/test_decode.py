@@ -41,7 +41,7 @@ def test_matches_formula(each_isa: str, group: int, head_dim: int, dtype: torch.
             assert_close(result, expected)
 
 
-@pytest.mark.parametrize("group", [2, 5, 6, 7, 16])
+@pytest.mark.parametrize("group", [2, 5, 6, 7, 16, 20])
 def test_other_groups(each_isa: str, group: int) -> None:
     case = make_case([3, 130], group=group)
     assert_close(paged_decode(case.q, case.kv, case.table, case.scale), case.expected())
