@@ -35,7 +35,7 @@ CXX_TESTS = $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp' 2>/
 , := ,
 say = @printf '\033[1m==> %s\033[0m\n' $(1)
 
-.PHONY: help demo test lint format bench gpu-test gpu-bench setup clean distclean FORCE
+.PHONY: help demo test lint format bench fuzz gpu-test gpu-bench setup clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ test: setup  ## run all tests (sets everything up first); ARGS="-k name" narrows
 
 bench: $(STAMPS)/project  ## measure the attention kernels on this machine
 	$(PY) -m cpu_attn.bench $(ARGS)
+
+FUZZ := build/fuzz
+fuzz: $(STAMPS)/requirements  ## random inputs through the attention kernels, under sanitizers; ARGS="600 7": seconds, first seed
+	$(BIN)/cmake -S . -B $(FUZZ) -G Ninja -DCPU_ATTN_FUZZ=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	$(BIN)/cmake --build $(FUZZ)
+	$(FUZZ)/cpu_attn_fuzz $(or $(ARGS),60)
 
 # A GPU host may have no network: GPU_PYTHON=python3 names an interpreter that has what is needed, and nothing is set up.
 GPU_PY := $(or $(GPU_PYTHON),$(PY))
