@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import cpu_attn
-from cpu_attn.bench_inputs import fill_random, page_table
+from cpu_attn.bench_inputs import fill_random, page_table, paged_kv_of
 from cpu_attn.probe import huge_buffer
 from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.roofline import Line
@@ -67,13 +67,11 @@ class SimulatedDecoder(Decoder):
         self._costs, self._clock_s = Costs(), 0.0
         shape = self.model.shape
         self._q = torch.randn(1, self.model.q_heads, shape.head_dim).to(shape.dtype)
-        # [pages, 2, kv_heads, G, d], as region C.
-        inner = (2, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
-        buffers = [huge_buffer(tokens * self.model.layer_token_bytes, self.team) for _ in range(layers)]
-        for buffer in buffers:
-            fill_random(buffer)
-        blocks = [buffer.view(shape.dtype).view(-1, *inner).transpose(2, 3) for buffer in buffers]
-        self._kv = [cpu_attn.PagedKV([(own[:, 0], own[:, 1])]) for own in blocks]
+        self._kv = []
+        for _ in range(layers):
+            buffer = huge_buffer(tokens * self.model.layer_token_bytes, self.team)
+            fill_random(buffer, self.team)
+            self._kv.append(paged_kv_of(buffer, shape.dtype, shape.kv_heads, PAGE_TOKENS, shape.head_dim))
 
     def place(self, shape: Shape) -> None:
         self.scope.compute_pages = self.scope.transfer_pages = 0
