@@ -10,68 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decoder import Decoder
+from benchmarks.decoder import ScopeDecoder
 from benchmarks.experiments import change, distinct, growing, settle, sweep
 from benchmarks.hogs import LinkHog, cpu_hog
+from benchmarks.layers import PAGE_TOKENS as PAGE
 from benchmarks.report import report
 from benchmarks.scale import SMOKE, Shape
 from benchmarks.share_simulation import measure
 from benchmarks.share_tables import Verdict
-from sglang_inplacekv.feedback import HALF_LIFE_STEPS, Costs
-from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
-from sglang_inplacekv.write_scope import PLACED_OF_TARGET, WriteScope
+from sglang_inplacekv.feedback import HALF_LIFE_STEPS
+from sglang_inplacekv.roofline import Line, balanced_share
+from sglang_inplacekv.write_scope import PLACED_OF_TARGET
 
-PAGE, LAYERS = 256, 24
+LAYERS = 24
 
 
-class LinesDecoder(Decoder):
-    """Takes the times of two lines, by a clock of its own."""
+class LinesDecoder(ScopeDecoder):
+    """Takes the times of two lines."""
 
     def __init__(self) -> None:
-        self.cpu, self.link, self.clock_s, self.costs = Line(30e-6, 25e-9), Line(0.0, 40e-9), 0.0, Costs()
-        super().__init__(WriteScope(0.0), self.cpu.fixed_s)
+        self.cpu, self.link = Line(30e-6, 25e-9), Line(0.0, 40e-9)
+        super().__init__(LAYERS, self.cpu.fixed_s)
 
-    def place(self, shape: Shape) -> None:
-        self.scope.compute_pages = self.scope.transfer_pages = 0
-        self._add(shape.batch * shape.context // PAGE)
-
-    def grow(self) -> None:
-        self._add(1)
-
-    def _add(self, pages: int) -> None:
-        computed = self.scope.wanted_compute(pages)
-        self.scope.compute_pages += computed
-        self.scope.transfer_pages += pages - computed
-
-    def _now_s(self) -> float:
-        return self.clock_s
-
-    def _take_costs(self) -> Costs:
-        taken, self.costs = self.costs, Costs()
-        return taken
-
-    def _host_tokens(self) -> int:
-        return self.scope.host_pages * PAGE
-
-    def _attend(self) -> tuple[int, int, int]:
-        tokens = self._host_tokens()
-        stolen = PAGE * self.scope.wanted_stolen(self.scope.compute_pages, self.scope.transfer_pages)
-        computed = self.scope.compute_pages * PAGE
-        by_cpu, by_link = computed + stolen, tokens - computed - stolen
-        layer_s = layer_seconds(by_cpu / tokens, self.cpu, self.link, tokens)
-        attention_s, link_s = self.cpu.token_s * by_cpu, self.link.seconds(by_link)
-        late_s = max(0.0, link_s - attention_s - self.cpu.fixed_s) if by_cpu else link_s
-        self.clock_s += LAYERS * layer_s
-        self.costs = Costs(
-            cpu_s=LAYERS * attention_s,
-            cpu_tokens=LAYERS * by_cpu,
-            between_s=LAYERS * (layer_s - attention_s) if by_cpu else 0.0,
-            betweens=LAYERS if by_cpu else 0,
-            transfer_s=LAYERS * link_s,
-            transfer_tokens=LAYERS * by_link,
-            exposed_s=LAYERS * late_s,
-        )
-        return computed, stolen, by_link
+    def _sides_s(self, computed: int, streamed: int) -> tuple[float, float, float]:
+        fixed_s = self.cpu.fixed_s if computed else 0.0
+        return self.cpu.token_s * computed, fixed_s, self.link.seconds(streamed)
 
     def best(self) -> float:
         return balanced_share(self.cpu, self.link, self._host_tokens())
