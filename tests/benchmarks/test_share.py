@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from benchmarks import hogs
+from benchmarks.cases import share_hogs
 from benchmarks.decoder import ScopeDecoder
 from benchmarks.experiments import change, distinct, growing, settle, sweep
 from benchmarks.hogs import LinkHog, cpu_hog
 from benchmarks.layers import PAGE_TOKENS as PAGE
+from benchmarks.plot_share import hogs_svgs
 from benchmarks.report import report
 from benchmarks.scale import SMOKE, Shape
 from benchmarks.share_simulation import measure
@@ -125,3 +132,34 @@ def test_hogs_work_and_end() -> None:
     with pytest.raises(ZeroDivisionError), link.working(), cpu_hog(sorted(os.sched_getaffinity(0))[:1]):
         raise ZeroDivisionError
     assert link.gbps >= 0
+
+
+def test_a_link_hog_that_fails_is_no_result() -> None:
+    link = LinkHog()
+    link._target = torch.empty(3, dtype=torch.uint8)  # which the source does not fit
+    with pytest.raises(RuntimeError, match="size"), link.working():
+        pass
+
+
+def test_a_link_hog_that_does_not_end_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, ended = LinkHog(), threading.Event()
+    monkeypatch.setattr(link, "_copy", lambda over: ended.wait(60))
+    monkeypatch.setattr(hogs, "_END_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"still copies 0\.01 s after"), link.working():
+        pass
+    ended.set()
+
+
+def test_a_hog_has_one_colour_in_both_pictures() -> None:
+    steps = [{"target": 0.5, "share": 0.5, "floor": 0.4, "ms": 10.0}]
+    names = [f"{hog}, {how}" for hog in (share_hogs.LINK, share_hogs.CPU) for how in ("stealing", "placed")]
+    pictures = hogs_svgs({name: {"before": steps, "after": steps, "grown": []} for name in names})
+    shares, times = (_legend(pictures[name]) for name in ("share_hogs.svg", "share_hogs_ms.svg"))
+    assert list(shares) == names[::2] and list(times) == names
+    assert shares.items() <= times.items() and len(set(times.values())) == 4
+
+
+def _legend(svg: str) -> dict[str, str]:
+    """Colours by name."""
+    marks = pairwise(ElementTree.fromstring(svg).iter())
+    return {text.text: line.get("stroke") for line, text in marks if text.text and " hog, " in text.text}
