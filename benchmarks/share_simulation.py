@@ -130,7 +130,8 @@ def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> share_
     steps, width = decoder.steps(_PLAN_STEPS), decoder.model.layer_token_bytes
     seconds = statistics.median(step.seconds for step in steps) / decoder.model.shape.layers - FIXED_S
     lines = Line(FIXED_S, seconds / tokens), Line(0.0, width / (link_gbps * 1e9))
-    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines)
+    # A layer is attention and nothing else, and what would lie in D would take no time.
+    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines, rest_s=0.0)
 
 
 def main() -> None:

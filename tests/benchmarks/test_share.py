@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from benchmarks import hogs
-from benchmarks.cases import share_hogs
+from benchmarks.cases import share_growing, share_hogs, share_sweep
 from benchmarks.decoder import ScopeDecoder
 from benchmarks.experiments import change, distinct, growing, settle, sweep
 from benchmarks.hogs import LinkHog, cpu_hog
 from benchmarks.layers import PAGE_TOKENS as PAGE
+from benchmarks.layers import qwen
 from benchmarks.plot_share import hogs_svgs
 from benchmarks.report import report
-from benchmarks.scale import SMOKE, Shape
+from benchmarks.results import Budget, Part
+from benchmarks.scale import QUICK, SMOKE, Shape
 from benchmarks.share_simulation import measure
 from benchmarks.share_tables import Verdict
 from sglang_inplacekv.feedback import HALF_LIFE_STEPS
@@ -82,6 +84,22 @@ def test_a_verdict_asks_for_time_and_place() -> None:
     assert not Verdict.of(0.52, points).is_good, "nearest to a good one, but outside of the range"
 
 
+def test_controller_and_plan_count_what_a_layer_takes_besides(tmp_path: Path) -> None:
+    decoder = LinesDecoder()
+    hand_over = decoder.cpu
+    decoder.cpu = replace(hand_over, fixed_s=10 * hand_over.fixed_s)
+    rest_s = LAYERS * 9 * hand_over.fixed_s
+    planned = share_sweep.Planned("qwen", qwen(LAYERS), hand_over, decoder.link, rest_s)
+    part = Part(tmp_path / "parts" / "share_sweep.x.json", "share_sweep", "x", "none", Budget(60))
+    share_sweep.compare(part, replace(SMOKE.share, settle_steps=40), decoder, planned, Shape(1, 32768))
+    row = part.rows[-1]
+    assert row["auto_fixed_us"] == pytest.approx(300) and row["plan_fixed_us"] == pytest.approx(300)
+    assert row["auto_share"] == pytest.approx(row["predicted_share"], abs=0.02)
+    at_plan = next(other for other in part.rows if other["share"] == row["predicted_share"])
+    assert row["predicted_ms"] == pytest.approx(at_plan["step_ms"].median, rel=0.02)
+    assert "| 300 / 300 " in report([tmp_path])
+
+
 def test_a_growing_sequence_is_decoded_in_time_with_the_best_fixed_share() -> None:
     decoder, totals = LinesDecoder(), {}
     for share in ("auto", 0.4, 0.5, 0.6, 0.7):
@@ -93,6 +111,20 @@ def test_a_growing_sequence_is_decoded_in_time_with_the_best_fixed_share() -> No
         totals[share] = sum(step.seconds for step in steps)
         assert [step.tokens for step in steps] == [pages * PAGE for pages in range(8, 257)]
     assert totals["auto"] <= 1.02 * min(totals.values())
+
+
+def test_the_share_of_a_growing_sequence_is_told_over_its_length(tmp_path: Path) -> None:
+    decoder = LinesDecoder()
+    decoder.cpu = replace(decoder.cpu, fixed_s=300e-6)
+    part = Part(tmp_path / "parts" / "share_growing.x.json", "share_growing", "x", "none", Budget(60))
+    steps = share_growing.compare(part, QUICK.share, decoder)
+    shares = part.rows[0]["shares"]
+    assert list(shares) == ["2K", "8K", "32K", "64K"] and shares["64K"] == steps[-1].share
+    assert shares["8K"] + 0.2 < shares["32K"] < shares["64K"], (
+        "what a layer takes besides weighs less and less"
+    )
+    text = report([tmp_path])
+    assert "| at 2K | at 8K | at 32K | at 64K |" in " ".join(text.split())
 
 
 def test_a_slower_link_is_followed_by_stealing() -> None:
