@@ -92,6 +92,58 @@ class Decoder(ABC):
         """Plan and run a step. Returns the tokens of C, of T by the CPU, and of T by the link, that it read in each layer."""
 
 
+class ScopeDecoder(Decoder):
+    """Over the scope's counts of pages alone, which it sees as one request, by a clock of its own."""
+
+    def __init__(self, layers: int, fixed_s: float) -> None:
+        super().__init__(WriteScope(0.0), fixed_s)
+        self._layers, self._costs, self._clock_s = layers, Costs(), 0.0
+
+    def place(self, shape: Shape) -> None:
+        self.scope.compute_pages = self.scope.transfer_pages = 0
+        self._add(shape.batch * shape.context // PAGE_TOKENS)
+
+    def grow(self) -> None:
+        self._add(1)
+
+    def _add(self, pages: int) -> None:
+        computed = self.scope.wanted_compute(pages)
+        self.scope.compute_pages += computed
+        self.scope.transfer_pages += pages - computed
+
+    def _now_s(self) -> float:
+        return self._clock_s
+
+    def _take_costs(self) -> Costs:
+        taken, self._costs = self._costs, Costs()
+        return taken
+
+    def _host_tokens(self) -> int:
+        return self.scope.host_pages * PAGE_TOKENS
+
+    @abstractmethod
+    def _sides_s(self, computed: int, streamed: int) -> tuple[float, float, float]:
+        """Of a layer of so many tokens on either side: the CPU's attention, what the layer takes besides, the copies."""
+
+    def _attend(self) -> tuple[int, int, int]:
+        scope, layers, costs = self.scope, self._layers, self._costs
+        stolen = scope.wanted_stolen(scope.compute_pages, scope.transfer_pages)
+        computed = (scope.compute_pages + stolen) * PAGE_TOKENS
+        streamed = (scope.transfer_pages - stolen) * PAGE_TOKENS
+        cpu_s, besides_s, link_s = self._sides_s(computed, streamed)
+        layer_s = max(cpu_s + besides_s, link_s)
+        self._clock_s += layers * layer_s
+        costs.cpu_s += layers * cpu_s
+        costs.cpu_tokens += layers * computed
+        costs.transfer_s += layers * link_s
+        costs.transfer_tokens += layers * streamed
+        costs.exposed_s += layers * (layer_s - cpu_s - besides_s)
+        if computed:
+            costs.between_s += layers * (layer_s - cpu_s)
+            costs.betweens += layers
+        return scope.compute_pages * PAGE_TOKENS, stolen * PAGE_TOKENS, streamed
+
+
 class LayersDecoder(Decoder):
     """Over Layers, with the same inputs in every step."""
 

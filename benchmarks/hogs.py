@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -39,16 +40,19 @@ class LinkHog:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        over = threading.Event()
-        thread = threading.Thread(target=self._copy, args=(over,), name="link hog")
-        thread.start()
+        over, pool = threading.Event(), ThreadPoolExecutor(1, "link hog")
+        copying = pool.submit(self._copy, over)
         try:
             yield
         finally:
             over.set()
-            thread.join(_END_S)
+            pool.shutdown(wait=False)
+            if not wait([copying], _END_S).done:
+                raise TimeoutError(f"the link hog still copies {_END_S:g} s after it was to end")
+            self.gbps = copying.result()
 
-    def _copy(self, over: threading.Event) -> None:
+    def _copy(self, over: threading.Event) -> float:
+        """GB/s."""
         begun_s, copies = time.perf_counter(), 0
         queued: list[torch.cuda.Event] = []
         while not over.is_set():
@@ -63,7 +67,7 @@ class LinkHog:
                 queued.pop(0).synchronize()
         if self._stream is not None:
             self._stream.synchronize()
-        self.gbps = copies * _COPY_BYTES / (time.perf_counter() - begun_s) / 1e9
+        return copies * _COPY_BYTES / (time.perf_counter() - begun_s) / 1e9
 
 
 @contextmanager

@@ -46,9 +46,9 @@ def qwen(layers: int) -> ModelKV:
 
 
 class Layers:
-    """The KV of `model` with `host_tokens` of random data and no D homes; close it."""
+    """The KV of `model` with `host_tokens` of random data, after D homes of zeros, if any; close it."""
 
-    def __init__(self, model: ModelKV, host_tokens: int, max_batch: int) -> None:
+    def __init__(self, model: ModelKV, host_tokens: int, max_batch: int, device_pages: int = 0) -> None:
         device = device_type()
         # The CPU stands in for the GPU in fp32, which torch attends fastest there.
         tile = DEFAULT_TILE_TOKENS_CUDA if device == "cuda" else DEFAULT_TILE_TOKENS
@@ -60,7 +60,8 @@ class Layers:
         needed = host_tokens // PAGE_TOKENS + windows
         chunk_pages = max(1, needed // _CHUNKS)
         host_pages = needed + 2 * chunk_pages
-        sizes = RegionSizes(0, windows, host_pages, chunk_pages, max(1, tile // PAGE_TOKENS), PAGE_TOKENS)
+        tile_pages = max(1, tile // PAGE_TOKENS)
+        sizes = RegionSizes(device_pages, windows, host_pages, chunk_pages, tile_pages, PAGE_TOKENS)
         self.team = make_team(None, device)
         self.regions = Regions(InplaceConfig(wait_timeout_s=_WAIT_S), self.shape, sizes, self.team, device)
         self.executor = make_executor(self.regions, device)

@@ -62,19 +62,20 @@ def hogs_svgs(series: dict[str, dict]) -> dict[str, str]:
     change = len(next(iter(series.values()))["before"])
     longest = ticks(max(len(steps) for steps in runs.values()))
     stealing = {name: steps for name, steps in runs.items() if name.endswith("stealing")}
+    colours = dict(zip(runs, COLOURS))
     shares = Chart("A hog comes: the share", (0.0, longest[-1]), (0.0, 1.0))
     shares.y_axis("CPU share", _SHARE_AXIS[::2])
-    for colour, steps in zip(COLOURS, stealing.values()):
-        shares.curve([(at, step["share"]) for at, step in enumerate(steps)], colour)
-        shares.curve([(at, step["floor"]) for at, step in enumerate(steps)], colour, dashed=True)
+    for name, steps in stealing.items():
+        shares.curve([(at, step["share"]) for at, step in enumerate(steps)], colours[name])
+        shares.curve([(at, step["floor"]) for at, step in enumerate(steps)], colours[name], dashed=True)
     shares.note("dashed: the floor, what lies in C; at the end each step is a page longer")
     top = ticks(max(step["ms"] for steps in runs.values() for step in steps))
     times = Chart("A hog comes: the step time", (0.0, longest[-1]), (0.0, top[-1]))
     times.y_axis("ms a step", top)
-    for colour, steps in zip(COLOURS, runs.values()):
-        times.curve([(at, step["ms"]) for at, step in enumerate(steps)], colour)
+    for name, steps in runs.items():
+        times.curve([(at, step["ms"]) for at, step in enumerate(steps)], colours[name])
     for chart, names, highest in ((shares, stealing, 1.0), (times, runs, top[-1])):
         chart.x_axis("step", longest)
         chart.curve([(change, 0.0), (change, highest)], "#999")
-        chart.legend(list(zip(names, COLOURS)), 0.74 * longest[-1], 0.97 * highest)
+        chart.legend([(name, colours[name]) for name in names], 0.74 * longest[-1], 0.97 * highest)
     return {"share_hogs.svg": shares.svg(), "share_hogs_ms.svg": times.svg()}

@@ -20,14 +20,12 @@ from pathlib import Path
 import torch
 
 import cpu_attn
-from cpu_attn.bench_inputs import fill_random, page_table
+from cpu_attn.bench_inputs import fill_random, page_table, paged_kv_of
 from cpu_attn.probe import huge_buffer
-from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.roofline import Line
-from sglang_inplacekv.write_scope import WriteScope
 
 from .cases import share_growing, share_hogs, share_sweep
-from .decoder import Decoder
+from .decoder import ScopeDecoder
 from .environment import environment
 from .layers import PAGE_TOKENS, qwen
 from .report import report
@@ -54,72 +52,33 @@ SCALE = replace(
 )
 
 
-class SimulatedDecoder(Decoder):
+class SimulatedDecoder(ScopeDecoder):
     """Requests of up to `tokens` together, seen as one, in Qwen3-30B-A3B's shape. Either side may become slower."""
 
     def __init__(self, layers: int, tokens: int, link_gbps: float) -> None:
-        super().__init__(WriteScope(0.0), FIXED_S)
+        super().__init__(layers, FIXED_S)
         before = set(os.listdir(_TASKS))
         self.team = cpu_attn.Executor(threads=1)
         (thread,) = set(os.listdir(_TASKS)) - before
         self._schedstat = _TASKS / thread / "schedstat"
         self.model, self._link_gbps, self._cpu_factor = qwen(layers), link_gbps, 1.0
-        self._costs, self._clock_s = Costs(), 0.0
         shape = self.model.shape
         self._q = torch.randn(1, self.model.q_heads, shape.head_dim).to(shape.dtype)
-        # [pages, 2, kv_heads, G, d], as region C.
-        inner = (2, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
-        buffers = [huge_buffer(tokens * self.model.layer_token_bytes, self.team) for _ in range(layers)]
-        for buffer in buffers:
-            fill_random(buffer)
-        blocks = [buffer.view(shape.dtype).view(-1, *inner).transpose(2, 3) for buffer in buffers]
-        self._kv = [cpu_attn.PagedKV([(own[:, 0], own[:, 1])]) for own in blocks]
+        self._kv = []
+        for _ in range(layers):
+            buffer = huge_buffer(tokens * self.model.layer_token_bytes, self.team)
+            fill_random(buffer, self.team)
+            self._kv.append(paged_kv_of(buffer, shape.dtype, shape.kv_heads, PAGE_TOKENS, shape.head_dim))
 
-    def place(self, shape: Shape) -> None:
-        self.scope.compute_pages = self.scope.transfer_pages = 0
-        self._add(shape.batch * shape.context // PAGE_TOKENS)
+    def _sides_s(self, computed: int, streamed: int) -> tuple[float, float, float]:
+        link_s = streamed * self.model.layer_token_bytes / (self._link_gbps * 1e9)
+        if not computed:
+            return 0.0, 0.0, link_s
+        return self._attention_s(computed) / len(self._kv), FIXED_S, link_s
 
-    def grow(self) -> None:
-        self._add(1)
-
-    def _add(self, pages: int) -> None:
-        computed = self.scope.wanted_compute(pages)
-        self.scope.compute_pages += computed
-        self.scope.transfer_pages += pages - computed
-
-    def _take_costs(self) -> Costs:
-        taken, self._costs = self._costs, Costs()
-        return taken
-
-    def _host_tokens(self) -> int:
-        return self.scope.host_pages * PAGE_TOKENS
-
-    def _now_s(self) -> float:
-        return self._clock_s
-
-    def _attend(self) -> tuple[int, int, int]:
-        scope, layers = self.scope, len(self._kv)
-        stolen = scope.wanted_stolen(scope.compute_pages, scope.transfer_pages)
-        computed, streamed = scope.compute_pages + stolen, scope.transfer_pages - stolen
-        cpu_s = self._computed_s(computed)
-        link_s = layers * streamed * PAGE_TOKENS * self.model.layer_token_bytes / (self._link_gbps * 1e9)
-        self._costs.cpu_s += cpu_s
-        self._costs.cpu_tokens += layers * computed * PAGE_TOKENS
-        self._costs.transfer_s += link_s
-        self._costs.transfer_tokens += layers * streamed * PAGE_TOKENS
-        alone_s = cpu_s + (layers * FIXED_S if computed else 0.0)
-        self._clock_s += max(alone_s, link_s)
-        if computed:
-            self._costs.between_s += max(alone_s, link_s) - cpu_s
-            self._costs.betweens += layers
-            self._costs.exposed_s += max(0.0, link_s - alone_s)
-        return scope.compute_pages * PAGE_TOKENS, stolen * PAGE_TOKENS, streamed * PAGE_TOKENS
-
-    def _computed_s(self, pages: int) -> float:
-        """Processor time of attending `pages` in every layer."""
-        if not pages:
-            return 0.0
-        table = page_table(1, pages * PAGE_TOKENS, PAGE_TOKENS)
+    def _attention_s(self, tokens: int) -> float:
+        """Processor time of attending so many in every layer."""
+        table = page_table(1, tokens, PAGE_TOKENS)
         begun_s = self._processor_s()
         for kv in self._kv:
             self.team.submit_paged_decode(self._q, kv, table, self.model.shape.head_dim**-0.5).wait(_WAIT_S)
@@ -171,7 +130,8 @@ def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> share_
     steps, width = decoder.steps(_PLAN_STEPS), decoder.model.layer_token_bytes
     seconds = statistics.median(step.seconds for step in steps) / decoder.model.shape.layers - FIXED_S
     lines = Line(FIXED_S, seconds / tokens), Line(0.0, width / (link_gbps * 1e9))
-    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines)
+    # A layer is attention and nothing else, and what would lie in D would take no time.
+    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines, rest_s=0.0)
 
 
 def main() -> None:

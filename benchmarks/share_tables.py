@@ -60,14 +60,22 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         rates = [
             f"{row['rates_gbps'].get(side, 0):.1f} / {row['plan_gbps'][side]:.1f}" for side in ("cpu", "link")
         ]
-        plans.append((row["case"], *rates, row["predicted_ms"], plan.ms, row["predicted_ms"] / plan.ms))
+        fixed = " / ".join(
+            "-" if row[name] is None else f"{row[name]:.0f}" for name in ("auto_fixed_us", "plan_fixed_us")
+        )
+        plans.append(
+            (
+                row["case"], *rates, fixed, row["resident_ms"], row["predicted_ms"], plan.ms,
+                row["predicted_ms"] / plan.ms,
+            )
+        )  # fmt: skip
     columns = (
         "model, batch x context", "best share", "within 3%", "ms", "auto", "of the best", "good", "plan", "of the best",
         "good", "placed at auto, ms",
     )  # fmt: skip
     plan_columns = (
-        "model, batch x context", "CPU GB/s, in the step / plan", "link GB/s", "plan, ms", "measured at its share, ms",
-        "plan / measured",
+        "model, batch x context", "CPU GB/s, in the step / plan", "link GB/s", "a0, us a layer", "shortest, all in D, ms",
+        "plan, ms", "measured at its share, ms", "plan / measured",
     )  # fmt: skip
     return markdown(columns, shares) + "\n\n" + markdown(plan_columns, plans)
 
@@ -82,11 +90,15 @@ def share_growing(parts: dict[str, list[dict]]) -> str:
     fixed = [row for row in rows if row["share"] != "auto"]
     best = min(fixed, key=lambda row: row["total_s"].median)
     table = [
-        (row["share"], row["last_share"], row["total_s"], ratio(row["total_s"], best["total_s"]))
+        (row["share"], *row["shares"].values(), row["total_s"], ratio(row["total_s"], best["total_s"]))
         for row in (auto, *fixed)
     ]
-    text = markdown(("share", "last", "all steps, s", "of the best fixed one"), table)
-    return f"{text}\n\n{auto['what']}, {auto['steps']} steps of {auto['layers']} layers."
+    lengths = (f"at {length}" for length in auto["shares"])
+    text = markdown(("share", *lengths, "all steps, s", "of the best fixed one"), table)
+    return (
+        f"{text}\n\n{auto['what']}, {auto['steps']} steps of {auto['layers']} layers. In its first step auto has "
+        "measured nothing."
+    )
 
 
 _HOG_COLUMNS = {

@@ -6,19 +6,29 @@ import torch
 from torch import Tensor
 
 from cpu_attn.executor import Executor
-from cpu_attn.paged import PageTable
+from cpu_attn.paged import PagedKV, PageTable
 from cpu_attn.probe import huge_buffer
 
 WAIT_S = 120.0
 COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
-RANDOM_BYTES = 32 << 20
+RANDOM_BYTES = 4 << 20  # over and over: drawing them takes longer than writing them
 
 
-def fill_random(buffer: Tensor) -> None:
-    """Overwrite a uint8 buffer with normally distributed bf16."""
-    chunk = torch.randn(min(len(buffer), RANDOM_BYTES) // 2).bfloat16().view(torch.uint8)
-    for piece in buffer.split(len(chunk)):
-        piece.copy_(chunk[: len(piece)])
+def fill_random(buffer: Tensor, executor: Executor | None = None) -> None:
+    """Overwrite a uint8 buffer with normally distributed bf16, by the executor's team if there is one."""
+    values = torch.randn(min(len(buffer), RANDOM_BYTES) // 2).bfloat16().view(torch.uint8)
+    pairs = [(piece, values[: len(piece)]) for piece in buffer.split(len(values))]
+    if executor is not None:
+        executor.submit_copy(pairs).wait(WAIT_S)
+        return
+    for piece, own in pairs:
+        piece.copy_(own)
+
+
+def paged_kv_of(buffer: Tensor, dtype: torch.dtype, kv_heads: int, page_size: int, head_dim: int) -> PagedKV:
+    """The pages in a uint8 buffer [pages, 2, kv_heads, page_size, head_dim]: K and V of a page side by side, head-major."""
+    blocks = buffer.view(dtype).view(-1, 2, kv_heads, page_size, head_dim).transpose(2, 3)
+    return PagedKV([(blocks[:, 0], blocks[:, 1])])
 
 
 def random_sets(size_bytes: int, executor: Executor) -> list[Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import cpu_attn
-from cpu_attn.bench_inputs import WAIT_S, page_table
+from cpu_attn.bench_inputs import WAIT_S, fill_random, page_table, paged_kv_of
 from cpu_attn.probe import huge_buffer
 from sglang_inplacekv.arena import host_memory_available
 from sglang_inplacekv.cores import make_team
@@ -25,7 +25,6 @@ from sglang_inplacekv.planning import ModelKV
 _CALL_BYTES = 64 * 2**20  # of one read or attention call: long enough that starting it does not count
 _THREAD_BYTES = 64 * 2**20  # read in turn for each thread of the largest team, since caches grow with cores
 _LEAST_BYTES, _MOST_BYTES = 2**28, 2**30
-_FILL_BYTES = 2**22  # of random values, over and over
 _MEMORY_PART = 8  # at most so small a part of the memory that is left
 _TIMED_S = 0.04  # of reads, and of attention, by one team
 _LEAST_CALLS = 4
@@ -89,7 +88,7 @@ def _measure_team(team: cpu_attn.Executor, model: ModelKV | None, total_bytes: i
     pages = max(1, min(_CALL_BYTES, total_bytes) // page_bytes)
     call_bytes = pages * page_bytes
     memory = huge_buffer(call_bytes * max(1, total_bytes // call_bytes), team)
-    _fill(memory, team)
+    fill_random(memory, team)
     buffers = memory.split(call_bytes)
     read_s = _call_seconds(lambda index: team.submit_read(buffers[index]), len(buffers))
     token_s = None
@@ -98,11 +97,6 @@ def _measure_team(team: cpu_attn.Executor, model: ModelKV | None, total_bytes: i
         token_s /= pages * model.shape.page_size
     hand_over_s = cpu_attn.hand_over_seconds(team, _HAND_OVERS)
     return TeamRates(team.threads, call_bytes / read_s, hand_over_s, token_s)
-
-
-def _fill(memory: torch.Tensor, team: cpu_attn.Executor) -> None:
-    values = torch.randn(min(len(memory), _FILL_BYTES) // 2).bfloat16().view(torch.uint8)
-    team.submit_copy([(part, values[: len(part)]) for part in memory.split(len(values))]).wait(WAIT_S)
 
 
 def _call_seconds(submit: Callable[[int], cpu_attn.Job], buffers: int) -> float:
@@ -123,15 +117,16 @@ def _attention(
     """Queues attention over buffer i, which is laid out as region C is."""
     shape = model.shape
     table = page_table(1, len(buffers[0]) // model.layer_token_bytes, shape.page_size)
-    data = [buffer.view(shape.dtype) for buffer in buffers]
     q, scale = torch.randn(1, model.q_heads, shape.head_dim).to(shape.dtype), shape.head_dim**-0.5
     if shape.value_dim is not None:
-        rows = [own.view(-1, shape.page_size, 1, shape.head_dim) for own in data]
-        latents = [cpu_attn.PagedLatent([own], shape.value_dim) for own in rows]
+        rows = (-1, shape.page_size, 1, shape.head_dim)
+        latents = [
+            cpu_attn.PagedLatent([own.view(shape.dtype).view(rows)], shape.value_dim) for own in buffers
+        ]
         return lambda index: team.submit_paged_mla_decode(q, latents[index], table, scale)
-    inner = (2, shape.kv_heads, shape.page_size, shape.head_dim)
-    blocks = [own.view(-1, *inner).transpose(2, 3) for own in data]
-    layers = [cpu_attn.PagedKV([(own[:, 0], own[:, 1])]) for own in blocks]
+    layers = [
+        paged_kv_of(own, shape.dtype, shape.kv_heads, shape.page_size, shape.head_dim) for own in buffers
+    ]
     return lambda index: team.submit_paged_decode(q, layers[index], table, scale)
 
 

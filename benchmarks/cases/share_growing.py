@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from ..decoder import Decoder, LayersDecoder, Step
 from ..experiments import growing
 from ..layers import PAGE_TOKENS, Layers, qwen
@@ -9,6 +11,7 @@ from ..results import write_json
 from ..stats import Spread
 
 SERIES_FILE = "share_growing_series.json"
+_TOLD_TOKENS = (2048, 8192, 32768, 65536)
 
 
 def run(context) -> None:
@@ -45,9 +48,14 @@ def compare(part, scale, decoder: Decoder) -> list[Step]:
             layers=scale.layers,
             steps=len(pages),
             total_s=Spread.of(sum(step.seconds for step in steps) for steps in found),
-            last_share=found[-1][-1].share,
+            shares={f"{at // 1024}K": _share_at(found, at) for at in _TOLD_TOKENS if first <= at <= last},
         )
     return runs["auto"][-1]
+
+
+def _share_at(runs: list[list[Step]], tokens: int) -> float:
+    """Median over the runs, where the sequence is so long or is so first."""
+    return statistics.median(next(step.share for step in steps if step.tokens >= tokens) for steps in runs)
 
 
 def points(steps: list[Step]) -> list[dict]:

@@ -5,6 +5,7 @@ All pages are T, so that every share comes about by stealing and the KV is the s
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,12 +27,18 @@ _WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """A model and what `inplacekv plan` measures for it on this host."""
+    """A model and what `inplacekv plan` measures for it on this host, and is told."""
 
     name: str
     model: ModelKV
     cpu: Line
     link: Line
+    rest_s: float  # a step with all KV in D: --step-ms
+
+    @property
+    def fixed_s(self) -> float:
+        """What a layer takes beside the CPU's attention."""
+        return self.cpu.fixed_s + self.rest_s / self.model.shape.layers
 
     def gbps(self, line: Line) -> float:
         return self.model.layer_token_bytes / line.token_s / 1e9
@@ -46,14 +53,31 @@ def _measure(context, kind: str) -> None:
     scale, part = context.scale.share, context.part
     folder = write_config(kind, context.out / f"{kind}-{scale.layers}", layers=scale.layers)
     most = max(shape.batch * shape.context for shape in scale.shapes)
-    layers = Layers(read_model(folder, PAGE_TOKENS), most, max(shape.batch for shape in scale.shapes))
+    model = read_model(folder, PAGE_TOKENS)
+    rest_s = _resident_s(model, scale)
+    layers = Layers(model, most, max(shape.batch for shape in scale.shapes))
     try:
         decoder, model = LayersDecoder(layers), layers.model
-        planned = Planned(kind, model, *_lines(model, layers.team.threads))
+        planned = Planned(kind, model, *_lines(model, layers.team.threads), rest_s)
         for shape in scale.shapes:
             part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
     finally:
         layers.close()
+
+
+def _resident_s(model: ModelKV, scale) -> float:
+    """A step of the shortest shape with all KV in D. A longer one attends more of D, of which a spilled step has none."""
+    shape = min(scale.shapes, key=lambda shape: shape.batch * shape.context)
+    pages = shape.batch * (shape.context // PAGE_TOKENS + 1)
+    layers = Layers(model, 0, shape.batch, device_pages=pages)
+    try:
+        plan, inputs = layers.place(shape, 0.0), layers.inputs(shape.batch)
+        if plan.cpu_tokens or plan.transfer_tokens:
+            raise RuntimeError(f"{shape} in {pages} pages of D reads {plan.attended_tokens(PAGE_TOKENS)}")
+        seconds = [layers.step(plan, inputs) for _ in range(_WARM_UP_STEPS + scale.settle_steps)]
+    finally:
+        layers.close()
+    return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
 def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
@@ -65,7 +89,9 @@ def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
 
 def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:
     case, pages = f"{planned.name} {shape}", shape.batch * shape.context // PAGE_TOKENS
-    predicted = predict(planned.model, planned.cpu, planned.link, shape.batch, shape.context, 0, 0.0)
+    predicted = predict(
+        planned.model, planned.cpu, planned.link, shape.batch, shape.context, 0, planned.rest_s
+    )
     decoder.fixed(0.0, steals=False)
     decoder.place(shape)
     auto = settle(decoder, scale.settle_steps)
@@ -95,5 +121,7 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         placed_floor=placed[-1].floor,
         rates_gbps={name: planned.gbps(line) for name, line in lines.items() if line},
         plan_gbps={"cpu": planned.gbps(planned.cpu), "link": planned.gbps(planned.link)},
-        fixed_us=1e6 * planned.cpu.fixed_s,
+        auto_fixed_us=1e6 * lines["cpu"].fixed_s if lines["cpu"] else None,
+        plan_fixed_us=1e6 * planned.fixed_s,
+        resident_ms=1e3 * planned.rest_s,
     )

@@ -3,75 +3,47 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from benchmarks.decoder import Decoder
+from benchmarks import hogs
+from benchmarks.cases import share_growing, share_hogs, share_sweep
+from benchmarks.decoder import ScopeDecoder
 from benchmarks.experiments import change, distinct, growing, settle, sweep
 from benchmarks.hogs import LinkHog, cpu_hog
+from benchmarks.layers import PAGE_TOKENS as PAGE
+from benchmarks.layers import qwen
+from benchmarks.plot_share import hogs_svgs
 from benchmarks.report import report
-from benchmarks.scale import SMOKE, Shape
+from benchmarks.results import Budget, Part
+from benchmarks.scale import QUICK, SMOKE, Shape
 from benchmarks.share_simulation import measure
 from benchmarks.share_tables import Verdict
-from sglang_inplacekv.feedback import HALF_LIFE_STEPS, Costs
-from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
-from sglang_inplacekv.write_scope import PLACED_OF_TARGET, WriteScope
+from sglang_inplacekv.feedback import HALF_LIFE_STEPS
+from sglang_inplacekv.roofline import Line, balanced_share
+from sglang_inplacekv.write_scope import PLACED_OF_TARGET
 
-PAGE, LAYERS = 256, 24
+LAYERS = 24
 
 
-class LinesDecoder(Decoder):
-    """Takes the times of two lines, by a clock of its own."""
+class LinesDecoder(ScopeDecoder):
+    """Takes the times of two lines."""
 
     def __init__(self) -> None:
-        self.cpu, self.link, self.clock_s, self.costs = Line(30e-6, 25e-9), Line(0.0, 40e-9), 0.0, Costs()
-        super().__init__(WriteScope(0.0), self.cpu.fixed_s)
+        self.cpu, self.link = Line(30e-6, 25e-9), Line(0.0, 40e-9)
+        super().__init__(LAYERS, self.cpu.fixed_s)
 
-    def place(self, shape: Shape) -> None:
-        self.scope.compute_pages = self.scope.transfer_pages = 0
-        self._add(shape.batch * shape.context // PAGE)
-
-    def grow(self) -> None:
-        self._add(1)
-
-    def _add(self, pages: int) -> None:
-        computed = self.scope.wanted_compute(pages)
-        self.scope.compute_pages += computed
-        self.scope.transfer_pages += pages - computed
-
-    def _now_s(self) -> float:
-        return self.clock_s
-
-    def _take_costs(self) -> Costs:
-        taken, self.costs = self.costs, Costs()
-        return taken
-
-    def _host_tokens(self) -> int:
-        return self.scope.host_pages * PAGE
-
-    def _attend(self) -> tuple[int, int, int]:
-        tokens = self._host_tokens()
-        stolen = PAGE * self.scope.wanted_stolen(self.scope.compute_pages, self.scope.transfer_pages)
-        computed = self.scope.compute_pages * PAGE
-        by_cpu, by_link = computed + stolen, tokens - computed - stolen
-        layer_s = layer_seconds(by_cpu / tokens, self.cpu, self.link, tokens)
-        attention_s, link_s = self.cpu.token_s * by_cpu, self.link.seconds(by_link)
-        late_s = max(0.0, link_s - attention_s - self.cpu.fixed_s) if by_cpu else link_s
-        self.clock_s += LAYERS * layer_s
-        self.costs = Costs(
-            cpu_s=LAYERS * attention_s,
-            cpu_tokens=LAYERS * by_cpu,
-            between_s=LAYERS * (layer_s - attention_s) if by_cpu else 0.0,
-            betweens=LAYERS if by_cpu else 0,
-            transfer_s=LAYERS * link_s,
-            transfer_tokens=LAYERS * by_link,
-            exposed_s=LAYERS * late_s,
-        )
-        return computed, stolen, by_link
+    def _sides_s(self, computed: int, streamed: int) -> tuple[float, float, float]:
+        fixed_s = self.cpu.fixed_s if computed else 0.0
+        return self.cpu.token_s * computed, fixed_s, self.link.seconds(streamed)
 
     def best(self) -> float:
         return balanced_share(self.cpu, self.link, self._host_tokens())
@@ -112,6 +84,22 @@ def test_a_verdict_asks_for_time_and_place() -> None:
     assert not Verdict.of(0.52, points).is_good, "nearest to a good one, but outside of the range"
 
 
+def test_controller_and_plan_count_what_a_layer_takes_besides(tmp_path: Path) -> None:
+    decoder = LinesDecoder()
+    hand_over = decoder.cpu
+    decoder.cpu = replace(hand_over, fixed_s=10 * hand_over.fixed_s)
+    rest_s = LAYERS * 9 * hand_over.fixed_s
+    planned = share_sweep.Planned("qwen", qwen(LAYERS), hand_over, decoder.link, rest_s)
+    part = Part(tmp_path / "parts" / "share_sweep.x.json", "share_sweep", "x", "none", Budget(60))
+    share_sweep.compare(part, replace(SMOKE.share, settle_steps=40), decoder, planned, Shape(1, 32768))
+    row = part.rows[-1]
+    assert row["auto_fixed_us"] == pytest.approx(300) and row["plan_fixed_us"] == pytest.approx(300)
+    assert row["auto_share"] == pytest.approx(row["predicted_share"], abs=0.02)
+    at_plan = next(other for other in part.rows if other["share"] == row["predicted_share"])
+    assert row["predicted_ms"] == pytest.approx(at_plan["step_ms"].median, rel=0.02)
+    assert "| 300 / 300 " in report([tmp_path])
+
+
 def test_a_growing_sequence_is_decoded_in_time_with_the_best_fixed_share() -> None:
     decoder, totals = LinesDecoder(), {}
     for share in ("auto", 0.4, 0.5, 0.6, 0.7):
@@ -123,6 +111,20 @@ def test_a_growing_sequence_is_decoded_in_time_with_the_best_fixed_share() -> No
         totals[share] = sum(step.seconds for step in steps)
         assert [step.tokens for step in steps] == [pages * PAGE for pages in range(8, 257)]
     assert totals["auto"] <= 1.02 * min(totals.values())
+
+
+def test_the_share_of_a_growing_sequence_is_told_over_its_length(tmp_path: Path) -> None:
+    decoder = LinesDecoder()
+    decoder.cpu = replace(decoder.cpu, fixed_s=300e-6)
+    part = Part(tmp_path / "parts" / "share_growing.x.json", "share_growing", "x", "none", Budget(60))
+    steps = share_growing.compare(part, QUICK.share, decoder)
+    shares = part.rows[0]["shares"]
+    assert list(shares) == ["2K", "8K", "32K", "64K"] and shares["64K"] == steps[-1].share
+    assert shares["8K"] + 0.2 < shares["32K"] < shares["64K"], (
+        "what a layer takes besides weighs less and less"
+    )
+    text = report([tmp_path])
+    assert "| at 2K | at 8K | at 32K | at 64K |" in " ".join(text.split())
 
 
 def test_a_slower_link_is_followed_by_stealing() -> None:
@@ -162,3 +164,34 @@ def test_hogs_work_and_end() -> None:
     with pytest.raises(ZeroDivisionError), link.working(), cpu_hog(sorted(os.sched_getaffinity(0))[:1]):
         raise ZeroDivisionError
     assert link.gbps >= 0
+
+
+def test_a_link_hog_that_fails_is_no_result() -> None:
+    link = LinkHog()
+    link._target = torch.empty(3, dtype=torch.uint8)  # which the source does not fit
+    with pytest.raises(RuntimeError, match="size"), link.working():
+        pass
+
+
+def test_a_link_hog_that_does_not_end_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, ended = LinkHog(), threading.Event()
+    monkeypatch.setattr(link, "_copy", lambda over: ended.wait(60))
+    monkeypatch.setattr(hogs, "_END_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"still copies 0\.01 s after"), link.working():
+        pass
+    ended.set()
+
+
+def test_a_hog_has_one_colour_in_both_pictures() -> None:
+    steps = [{"target": 0.5, "share": 0.5, "floor": 0.4, "ms": 10.0}]
+    names = [f"{hog}, {how}" for hog in (share_hogs.LINK, share_hogs.CPU) for how in ("stealing", "placed")]
+    pictures = hogs_svgs({name: {"before": steps, "after": steps, "grown": []} for name in names})
+    shares, times = (_legend(pictures[name]) for name in ("share_hogs.svg", "share_hogs_ms.svg"))
+    assert list(shares) == names[::2] and list(times) == names
+    assert shares.items() <= times.items() and len(set(times.values())) == 4
+
+
+def _legend(svg: str) -> dict[str, str]:
+    """Colours by name."""
+    marks = pairwise(ElementTree.fromstring(svg).iter())
+    return {text.text: line.get("stroke") for line, text in marks if text.text and " hog, " in text.text}

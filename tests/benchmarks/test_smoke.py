@@ -111,8 +111,12 @@ def test_share_cases(tmp_path: Path) -> None:
         own = [other for other in sweep.rows if other["what"] == "sweep" and other["case"] == row["case"]]
         assert {row["auto_share"], row["predicted_share"], 0.0, 1.0} <= {other["share"] for other in own}
         assert row["placed_floor"] <= row["auto_share"]
+        assert row["auto_fixed_us"] > 0 and 0 < row["resident_ms"] <= row["predicted_ms"]
     growing = measured("share_growing", None, "none", tmp_path)
     assert [row["share"] for row in growing.rows] == ["auto", *SMOKE.share.growing_shares]
+    assert [row["shares"] for row in growing.rows[1:]] == [
+        {"2K": share} for share in SMOKE.share.growing_shares
+    ]
     hogs = measured("share_hogs", None, "none", tmp_path)
     assert [row["what"] for row in hogs.rows] == [
         f"{hog}, {how}" for hog in ("link hog", "CPU hog") for how in ("stealing", "placed")
