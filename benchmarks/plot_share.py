@@ -33,9 +33,9 @@ def _sweep_svg(model: str, controlled: list[dict], rows: list[dict]) -> str:
         chart.curve([point for point in over if point[1] <= _MOST_OVER], colour)
         at = min(verdict.over_best, _MOST_OVER)
         chart.dot(verdict.share, at, at, at, colour)
-        entries.append((row["case"].split(" ", 1)[1], colour))
+        entries.append((row["case"].split(" ", 1)[1], colour, False))
     chart.note("dots: where the controller arrived; dashed: 3% above the best")
-    chart.legend(entries, 0.84, 1.95)
+    chart.legend(entries, (0.84, 1.95))
     return chart.svg()
 
 
@@ -45,12 +45,10 @@ def growing_svg(points: list[dict]) -> str:
     chart = Chart("A sequence grows: the share follows", (0.0, longest[-1]), (0.0, 1.0))
     chart.x_axis("context, K tokens", longest)
     chart.y_axis("CPU share", _SHARE_AXIS[::2])
-    names = ("target", "share")
-    for name, colour in zip(names, COLOURS):
-        chart.curve(
-            [(point["tokens"] / 1024, point[name]) for point in points], colour, dashed=name == "target"
-        )
-    chart.legend(list(zip(names, COLOURS)), 0.84 * longest[-1], 0.95)
+    entries = [("target", COLOURS[0], True), ("share", COLOURS[1], False)]
+    for name, colour, dashed in entries:
+        chart.curve([(point["tokens"] / 1024, point[name]) for point in points], colour, dashed=dashed)
+    chart.legend(entries, (0.84 * longest[-1], 0.95))
     return chart.svg()
 
 
@@ -77,5 +75,5 @@ def hogs_svgs(series: dict[str, dict]) -> dict[str, str]:
     for chart, names, highest in ((shares, stealing, 1.0), (times, runs, top[-1])):
         chart.x_axis("step", longest)
         chart.curve([(change, 0.0), (change, highest)], "#999")
-        chart.legend([(name, colours[name]) for name in names], 0.74 * longest[-1], 0.97 * highest)
+        chart.legend([(name, colours[name], False) for name in names], (0.74 * longest[-1], 0.97 * highest))
     return {"share_hogs.svg": shares.svg(), "share_hogs_ms.svg": times.svg()}

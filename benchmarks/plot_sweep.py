@@ -26,9 +26,9 @@ def sweep_svg(rows: list[dict], bounds: Bounds) -> str:
         for row in own:
             step = row["step_ms"]
             chart.dot(row["effective_share"], step.median, step.least, step.most, colour)
-        entries.append((case, colour))
+        entries.append((case, colour, False))
     chart.note(
         f"dashed: KV bytes over bandwidth, link {bounds.link_joint:.0f} + CPU {bounds.cpu_joint:.0f} GB/s at once"
     )
-    chart.legend(entries, 0.8, top[-1] * 0.96)
+    chart.legend(entries, (0.8, top[-1] * 0.96))
     return chart.svg()

@@ -36,7 +36,6 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
             f"SGLang asks a pool of {sizes.max_total_num_tokens} tokens, regions hold {planned.capacity_tokens}"
         )
     config = InplaceConfig.from_env()
-    trace = TraceWriter(config.trace) if config.trace else None
     device = torch.device(kvc.device).type
     model = ModelKV(kv_shape(kvc), kvc.model_config.get_num_attention_heads(1))
     rates = _probe(config, model, device)
@@ -50,7 +49,8 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         start_layer=kvc.layer_info.start_layer,
         end_layer=kvc.layer_info.end_layer,
         device=kvc.device,
-        trace=trace,
+        # Last, since an earlier trace ends with it.
+        trace=TraceWriter(config.trace) if config.trace else None,
     )
     logger.info(
         f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "

@@ -16,7 +16,7 @@ from sglang_inplacekv.config import ConfigError, parse_size
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.doctor import examine
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
-from sglang_inplacekv.probes import host_rates
+from sglang_inplacekv.probes import LinkError, host_rates
 from sglang_inplacekv.roofline import Line, break_even_tokens
 from sglang_inplacekv.trace import read_trace
 from sglang_inplacekv.trace_plot import summary, trace_svg
@@ -51,16 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cpu-gbps", help="KV that CPU attention reads a second; else measured")
     plan.add_argument("--link-gbps", help="to the GPU; else measured, if there is a GPU")
     plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
-    plan.add_argument("--redo-probes", action="store_true", help="measure again what an earlier run has kept")
     doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
+    for measuring in (plan, doctor):
+        measuring.add_argument(
+            "--redo-probes", action="store_true", help="measure again what an earlier run has kept"
+        )
     trace = commands.add_parser(
         "trace", help="plot what a server with --inplacekv-trace FILE did", allow_abbrev=False
     )
     trace.set_defaults(run=_trace)
     trace.add_argument("file", type=Path, metavar="FILE")
     trace.add_argument("--out", type=Path, default=Path("trace.svg"), help="default %(default)s")
-    doctor.add_argument("--redo", action="store_true", help="measure again what an earlier run has kept")
     return parser
 
 
@@ -132,20 +134,21 @@ def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line]:
     try:
         if cpu_rate is not None and link_rate is not None:
             with make_team(None, device) as team:
-                cpu = Line(cpu_attn.hand_over_seconds(team), 0.0)
+                fixed_s = cpu_attn.hand_over_seconds(team)
         else:
             rates = host_rates(model, device, redo=arguments.redo_probes)
-            cpu, link_rate = rates.cpu_line, link_rate or rates.link_bytes_s
+            fixed_s = rates.cpu_line.fixed_s
+            cpu_rate = cpu_rate or model.layer_token_bytes / rates.cpu_line.token_s
+            link_rate = link_rate or model.layer_token_bytes / rates.link_line(model).token_s
+    except LinkError as error:
+        raise ConfigError(f"the link to the GPU cannot be measured: {error}") from error
     except RuntimeError as error:  # no library, or one of another version
         raise ConfigError(f"CPU attention does not run here: {error}") from error
-    assert link_rate is not None
-    if cpu_rate is not None:
-        cpu = Line(cpu.fixed_s, model.layer_token_bytes / cpu_rate)
-    return cpu, Line(0.0, model.layer_token_bytes / link_rate)
+    return Line(fixed_s, model.layer_token_bytes / cpu_rate), Line(0.0, model.layer_token_bytes / link_rate)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = examine(redo=arguments.redo)
+    findings = examine(redo=arguments.redo_probes)
     for finding in findings:
         print(f"{'ok  ' if finding.advice is None else 'LOOK'} {finding.what}: {finding.found}")
         if finding.advice is not None:

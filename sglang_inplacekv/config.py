@@ -92,7 +92,12 @@ FLAGS = (
     ),
     Flag("cpu-share", "auto", "auto|0..1", "Share of host-resident tokens that the CPU attends."),
     Flag("policy", "writescope", "writescope", "Placement policy."),
-    Flag("threads", "auto", "auto|N", "CPU attention threads; auto is what affinity and cgroup quota allow."),
+    Flag(
+        "threads",
+        "auto",
+        "auto|N",
+        "CPU attention threads; auto is what affinity and cgroup quota allow, and no more than raise the probed rates.",
+    ),
     Flag(
         "probe",
         "auto",

@@ -46,7 +46,7 @@ class StepMetrics:
     """Observes every forward. All metrics exist from the start when SGLang's metrics are on.
 
     A decode's costs come with the next forward or when the server idles; on a GPU those of its transfers, whose clocks are
-    never waited for, two forwards later.
+    never waited for, by the second forward after it.
     """
 
     def __init__(
@@ -78,8 +78,11 @@ class StepMetrics:
         self._gauges = {name: gauge(name, text) for name, text in _GAUGES.items()}
         self._counters = {name: Counter(PREFIX + name, text) for name, text in _COUNTERS.items()}
 
-    def end_step(self, costs: Costs) -> None:
-        """A forward begins, or the server idles: `costs` have become known, and a decode that was under way counts as ended."""
+    def end_step(self, costs: Costs, now_s: float) -> None:
+        """A forward begins, or the server idles: `costs` have become known, and a decode that was under way ended at `now_s`.
+
+        now_s, and began_s below, are by time.perf_counter.
+        """
         shape = self._regions.shape
         for name, value in (
             ("cpu_attended_bytes", costs.cpu_tokens * shape.token_bytes // shape.layers),
@@ -91,24 +94,26 @@ class StepMetrics:
             self.totals[name] += value
         self.totals["flushed_bytes"] = self._regions.windows.flushed_pages * shape.page_bytes
         if self._trace is not None:
-            self._trace.end(costs)
+            self._trace.end(costs, now_s)
+            if self._trace.closed:
+                self._trace = None
 
-    def observe(self, plan: StepPlan) -> None:
+    def observe(self, plan: StepPlan, began_s: float) -> None:
         if plan.is_decode:
             read = plan.attended_tokens(self._regions.sizes.page_size)
             computed = read["C"] + read["stolen"]
             host = computed + read["T"]
             self.effective_share = computed / host if host else 0.0
             self._count_decode()
-            self._trace_decode(plan.spans, host, read["stolen"])
+            self._trace_decode(plan.spans, host, read["stolen"], began_s)
         self.export()
 
-    def observe_device_decode(self, spans: list[Span]) -> None:
+    def observe_device_decode(self, spans: list[Span], began_s: float) -> None:
         """A decode step over D alone."""
         self.effective_share = 0.0
         if self._count_decode():
             self.export()
-        self._trace_decode(spans, 0, 0)
+        self._trace_decode(spans, 0, 0, began_s)
 
     def idle(self) -> None:
         """Show where things stand."""
@@ -124,7 +129,7 @@ class StepMetrics:
             self._log()
         return due
 
-    def _trace_decode(self, spans: list[Span], host_tokens: int, stolen_tokens: int) -> None:
+    def _trace_decode(self, spans: list[Span], host_tokens: int, stolen_tokens: int, began_s: float) -> None:
         if self._trace is None:
             return
         held = self._regions.tokens_by_region()
@@ -138,7 +143,8 @@ class StepMetrics:
                 effective=self.effective_share,
                 stolen=stolen_tokens,
                 **{region: held[region] for region in _REGIONS},
-            )
+            ),
+            began_s,
         )
 
     def _log(self) -> None:

@@ -80,21 +80,26 @@ class RegionPool(KVCache):
         """Plan the forward over `spans` and start its transfers; graph_rows as in Executor.begin_forward."""
         self.device_only = False
         self._device_steps.interrupt()
-        self._end_step()
+        began_s = self._end_step()
         if is_decode and self._control is not None:
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
         self.executor.begin_forward(self.plan, graph_rows)
-        self.metrics.observe(self.plan)
+        self.metrics.observe(self.plan, began_s)
         return self.plan
 
-    def _end_step(self) -> None:
-        """Between forwards: take back what the one before has released, and account for what it has cost."""
+    def _end_step(self) -> float:
+        """Between forwards: take back what the one before has released, and account for what it has cost.
+
+        Returns when: what comes next begins then, its planning included.
+        """
+        now_s = time.perf_counter()
         self.executor.acknowledge()
         costs = self.executor.take_costs()
         if self._control is not None:
             self._control.observe(costs)
-        self.metrics.end_step(costs)
+        self.metrics.end_step(costs, now_s)
+        return now_s
 
     def _host_tokens(self, spans: list[Span]) -> int:
         first_host = self.regions.sizes.first_host_page
@@ -103,10 +108,10 @@ class RegionPool(KVCache):
     def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
         """A forward over `spans`, all homed in D, that SGLang's own backend runs."""
         self.device_only, self.plan = True, None
-        self._end_step()
+        began_s = self._end_step()
         if is_decode:
-            self._device_steps.begin(time.perf_counter())
-            self.metrics.observe_device_decode(spans)
+            self._device_steps.begin(began_s)
+            self.metrics.observe_device_decode(spans, began_s)
         else:
             self._device_steps.interrupt()
 

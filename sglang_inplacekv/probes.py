@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
+import platform
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _GIB = 2**30
+_TURN_S = 30.0  # more than a dozen servers take one after the other
+_POLL_S = 0.05
+
+
+class LinkError(RuntimeError):
+    """The link to the GPU cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class HostRates:
         """CPU's and link's, of a layer of the model that was probed; None without a link."""
         if self.link_bytes_s is None:
             return None
-        return self.cpu_line, Line(0.0, model.layer_token_bytes / self.link_bytes_s)
+        return self.cpu_line, self.link_line(model)
 
     @property
     def cpu_line(self) -> Line:
@@ -58,14 +67,20 @@ class HostRates:
             raise RuntimeError("no model was probed")
         return Line(team.hand_over_s, team.token_s)
 
+    def link_line(self, model: ModelKV) -> Line:
+        """The link's time for a layer of `model`. Raises RuntimeError if no link was probed."""
+        if self.link_bytes_s is None:
+            raise RuntimeError("no link was probed")
+        return Line(0.0, model.layer_token_bytes / self.link_bytes_s)
+
     def __str__(self) -> str:
         team, largest = self.team, self.teams[0]
         all_read = "" if largest is team else f" (all: {largest.read_bytes_s / 1e9:.1f})"
         parts = [
             f"knee at {team.threads} of {largest.threads} threads",
             f"which read {team.read_bytes_s / 1e9:.1f} GB/s{all_read}",
+            f"hand-over {team.hand_over_s * 1e6:.0f} us",
         ]
-        parts.append(f"hand-over {team.hand_over_s * 1e6:.0f} us")
         if self.link_bytes_s is not None:
             parts.append(f"link {self.link_bytes_s / 1e9:.1f} GB/s")
         return ", ".join(parts) + (" (kept from before)" if self.kept else "")
@@ -77,7 +92,7 @@ def host_rates(
     """Rates of a server on `device`, cuda or cpu: kept ones of this host and model, else, or if `redo`, measured and kept.
 
     threads: of the only team to consider; None tries several sizes up to what affinity and quota allow. Raises ConfigError on
-    more than there are cores, RuntimeError where cpu_attn or the GPU does not run.
+    more than there are cores, LinkError where the link cannot be measured, RuntimeError where cpu_attn or the GPU does not run.
     """
     key = _key(model, device, threads)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -85,14 +100,67 @@ def host_rates(
     known = None if redo else _load(path, key)
     if known is not None:
         return known
-    started = time.monotonic()
-    sizes = team_sizes(topology(device).most_threads) if threads is None else [threads]
-    teams = measure_teams(sizes, model, device)
+    with _turn(path.parent) as waited:
+        # Whoever was waited for may have kept the same.
+        known = _load(path, key) if waited and not redo else None
+        if known is not None:
+            return known
+        started = time.monotonic()
+        sizes = team_sizes(topology(device).most_threads) if threads is None else [threads]
+        teams = measure_teams(sizes, model, device)
+        found = HostRates(tuple(teams), _measure_link(model) if device == "cuda" else None)
+        logger.info(f"InplaceKV probes took {time.monotonic() - started:.1f} s")
+        if len(teams) == 1 < len(sizes):
+            logger.info(
+                f"probed rates are not kept: on this busy host they are of one team, not of {len(sizes)}"
+            )
+        else:
+            _store(path, key, found)
+        return found
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[bool]:
+    """Servers that measured at once would measure each other. Gives whether another one was waited for.
+
+    Where no lock can be had nothing is kept either, and nobody is waited for.
+    """
+    waited, file = False, None
+    try:
+        _make(folder)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + _TURN_S
+        while not _locked(file):
+            waited = True
+            if time.monotonic() >= end:
+                logger.warning(
+                    f"another server has been measuring this host for {_TURN_S:g} s: {folder}/lock"
+                )
+                break
+            time.sleep(_POLL_S)
+    except OSError as error:
+        logger.info(f"probes of other servers are not waited for: {error}")
+    try:
+        yield waited
+    finally:
+        if file is not None:
+            os.close(file)  # and with it the lock
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _measure_link(model: ModelKV | None) -> float:
     layer_page = () if model is None else (model.layer_token_bytes * model.shape.page_size,)
-    found = HostRates(tuple(teams), measure_link(*layer_page) if device == "cuda" else None)
-    logger.info(f"InplaceKV probes took {time.monotonic() - started:.1f} s")
-    _store(path, key, found)
-    return found
+    try:
+        return measure_link(*layer_page)
+    except RuntimeError as error:
+        raise LinkError(str(error)) from error
 
 
 def cache_folder() -> Path:
@@ -111,6 +179,7 @@ def _key(model: ModelKV | None, device: str, threads: int | None) -> dict[str, A
     return {
         "format": _FORMAT,
         "release": release,
+        "host": platform.node(),  # a home directory may be that of many
         "cpu_attn": [cpu_attn.isa(), ABI_VERSION],
         "cpu": cpu_model(),
         "cores": list(here.cores),
@@ -161,6 +230,12 @@ def _is_rate(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def _make(folder: Path) -> None:
+    if not folder.is_absolute():
+        raise FileNotFoundError("this user has no home directory")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def _store(path: Path, key: Mapping[str, Any], found: HostRates) -> None:
     """All or nothing, since other servers may start at the same time. Not being able to is no error."""
     data = {
@@ -170,9 +245,7 @@ def _store(path: Path, key: Mapping[str, Any], found: HostRates) -> None:
     }
     name = None
     try:
-        if not path.is_absolute():
-            raise FileNotFoundError("this user has no home directory")
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(path.parent)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             name = file.name
             json.dump(data, file, indent=1)

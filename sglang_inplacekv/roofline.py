@@ -43,14 +43,3 @@ def balanced_share(cpu: Line, transfer: Line, tokens: float) -> float:
 def break_even_tokens(cpu: Line, transfer: Line) -> float:
     """Host tokens of a step below which the CPU gets none: its fixed cost alone exceeds what crossing takes."""
     return max(0.0, (cpu.fixed_s - transfer.fixed_s) / transfer.token_s)
-
-
-def cpu_token_seconds(
-    token_bytes: int, flops_per_byte: float, bytes_per_s: float, flops_per_s: float
-) -> float:
-    """Seconds for one token of one layer: its bytes over what memory or arithmetic allows, whichever is less.
-
-    flops_per_byte in bf16: the size of the GQA group; about 30 for absorbed MLA with 16 heads (2 x 16 x (576 + 512) FLOP on
-    1,152 bytes).
-    """
-    return token_bytes / min(bytes_per_s, flops_per_s / flops_per_byte)

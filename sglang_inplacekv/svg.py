@@ -25,7 +25,7 @@ class Chart:
         left: int = 70,
         right: int = 20,
     ) -> None:
-        self._x, self._y, self._width, self._height = x, y, width, height
+        self._x, self._y, self.width, self.height = x, y, width, height
         self._left, self._right, self._top, self._bottom = left, width - right, 58, height - 52
         self._parts = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
         self._text(self._left, 24, title, size=15, bold=True, anchor="start")
@@ -44,7 +44,7 @@ class Chart:
             self._line(at, self._top, at, self._bottom, GRID)
             self._text(at, self._bottom + 18, f"{tick:g}")
         self._line(self._left, self._bottom, self._right, self._bottom, INK)
-        self._text((self._left + self._right) / 2, self._height - 12, label)
+        self._text((self._left + self._right) / 2, self.height - 12, label)
 
     def y_axis(self, label: str, ticks: Sequence[float]) -> None:
         for tick in ticks:
@@ -87,23 +87,17 @@ class Chart:
     def lane(self, y: float, label: str) -> None:
         self._text(self._left - 8, self.py(y) + 4, label, anchor="end")
 
-    def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
-        """(label, colour), from data coordinates x, y downwards."""
-        left, top = self.px(x), self.py(y)
-        for row, (label, colour) in enumerate(entries):
-            at = top + 18 * row
-            self._line(left, at, left + 26, at, colour)
-            self._text(left + 32, at + 4, label, anchor="start")
-
-    def key(self, entries: Sequence[tuple[str, str, bool]]) -> None:
-        """(label, colour, dashed), side by side above the frame, from its right end."""
-        right, at = float(self._right), self._top - 10.0
-        for label, colour, dashed in reversed(entries):
-            right -= 7.0 * len(label)
-            self._text(right, at + 4, label, anchor="start")
+    def legend(self, entries: Sequence[tuple[str, str, bool]], at: tuple[float, float] | None = None) -> None:
+        """(label, colour, dashed), from data coordinates `at` downwards; else above the frame, up to its right end."""
+        if at is not None:
+            places = [(self.px(at[0]), self.py(at[1]) + 18 * row) for row in range(len(entries))]
+        else:
+            widths = [42.0 + 7.0 * len(label) for label, _, _ in entries]
+            places = [(self._right - sum(widths[i:]) + 14, self._top - 10.0) for i in range(len(widths))]
+        for (label, colour, dashed), (x, y) in zip(entries, places):
             extra = ' stroke-width="2" stroke-dasharray="6 4"' if dashed else ' stroke-width="3"'
-            self._line(right - 28, at, right - 6, at, colour, extra)
-            right -= 42
+            self._line(x, y, x + 22, y, colour, extra)
+            self._text(x + 28, y + 4, label, anchor="start")
 
     def note(self, text: str) -> None:
         """A line below the title."""
@@ -111,6 +105,10 @@ class Chart:
 
     def svg(self) -> str:
         return stacked([self])
+
+    def elements(self, y: int = 0) -> list[str]:
+        """What is drawn, moved down by y pixels."""
+        return [f'<g transform="translate(0 {y})">', *self._parts, "</g>"] if y else self._parts
 
     def _line(self, x1: float, y1: float, x2: float, y2: float, colour: str, extra: str = "") -> None:
         self._parts.append(
@@ -138,10 +136,10 @@ class Chart:
 
 def stacked(charts: Sequence[Chart]) -> str:
     """One picture of charts below each other."""
-    width, height, parts = max(chart._width for chart in charts), 0, []
+    width, height, parts = max(chart.width for chart in charts), 0, []
     for chart in charts:
-        parts += [f'<g transform="translate(0 {height})">', *chart._parts, "</g>"] if height else chart._parts
-        height += chart._height
+        parts += chart.elements(height)
+        height += chart.height
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT} font-size="12">'
     return "\n".join((head, *parts, "</svg>")) + "\n"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import time
+import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -36,7 +38,7 @@ class TracedStep:
     window: int
     at_s: float = 0.0  # when it began, since the trace did
     wall_s: float = 0.0  # until the next forward began or the server idled
-    # Known by the end of the step. On a GPU those of transfers are of up to two forwards before.
+    # Known by the end of the step. On a GPU some of the transfers' may be of the forwards before.
     cpu_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
@@ -53,12 +55,13 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Replaces an earlier trace. Raises ConfigError where `path` is something else, or cannot be written."""
+        """Replaces an earlier trace. Raises ConfigError where `path` is something else, in use, or cannot be written."""
         check_path(path)
         try:
-            self._file: int | None = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-            )
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._closing = weakref.finalize(self, os.close, self._file)
+            _lock(self._file, fcntl.LOCK_EX)  # until the file is closed
+            os.truncate(self._file, 0)
         except OSError as error:
             raise _refusal(path, error.strerror or str(error)) from error
         self._path, self._began_s = path, time.perf_counter()
@@ -66,14 +69,19 @@ class TraceWriter:
         self._costs = Costs()
         self._lines: list[str] = []
 
-    def begin(self, step: TracedStep) -> None:
-        """`step` begins now: its times are set here."""
-        step.at_s = time.perf_counter() - self._began_s
+    @property
+    def closed(self) -> bool:
+        """Whether a write has failed: nothing more will come."""
+        return not self._closing.alive
+
+    def begin(self, step: TracedStep, now_s: float) -> None:
+        """`step` begins at now_s, by time.perf_counter: its times are set here."""
+        step.at_s = now_s - self._began_s
         self._step = step
 
-    def end(self, costs: Costs) -> None:
-        """The step that began last, if any, ends now. Costs that come between two steps are those of the next."""
-        if self._file is None:
+    def end(self, costs: Costs, now_s: float) -> None:
+        """The step that began last, if any, ends at now_s. Costs that come between two steps are those of the next."""
+        if self.closed:
             return
         self._costs.cpu_s += costs.cpu_s
         self._costs.transfer_s += costs.transfer_s
@@ -81,7 +89,7 @@ class TraceWriter:
         step = self._step
         if step is None:
             return
-        step.wall_s = time.perf_counter() - self._began_s - step.at_s
+        step.wall_s = now_s - self._began_s - step.at_s
         known, self._costs, self._step = self._costs, Costs(), None
         step.cpu_s, step.transfer_s, step.exposed_s = known.cpu_s, known.transfer_s, known.exposed_s
         values = {
@@ -94,7 +102,7 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Write what is buffered."""
-        if self._file is None or not self._lines:
+        if self.closed or not self._lines:
             return
         data = "".join(self._lines).encode()
         self._lines.clear()
@@ -106,9 +114,8 @@ class TraceWriter:
             self._close()
 
     def _close(self) -> None:
-        file, self._file = self._file, None
         try:
-            os.close(file)  # type: ignore[arg-type]
+            self._closing()
         except OSError as error:  # some file systems report a failed write only here
             logger.warning(f"{FLAG}: {self._path}: {error.strerror}")
 
@@ -116,11 +123,12 @@ class TraceWriter:
 def check_path(path: Path) -> None:
     """Raise ConfigError unless a trace may go to `path`: what is there and is no trace stays as it is."""
     try:
-        if path.is_file() and path.stat().st_size:
+        if path.is_file():
             with path.open("rb") as existing:
-                if existing.read(len(_FIRST_BYTES)) != _FIRST_BYTES:
+                _lock(existing.fileno(), fcntl.LOCK_SH)
+                if existing.read(len(_FIRST_BYTES)) not in (b"", _FIRST_BYTES):
                     raise _refusal(path, "it exists and is no trace")
-        elif path.exists() and not path.is_file():
+        elif path.exists():
             raise _refusal(path, "it is no regular file")
         elif not path.parent.is_dir():
             raise _refusal(path, "its folder does not exist")
@@ -128,6 +136,13 @@ def check_path(path: Path) -> None:
             raise _refusal(path, "it cannot be written")
     except OSError as error:
         raise _refusal(path, error.strerror or str(error)) from error
+
+
+def _lock(file: int, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(error.errno, "another server writes it") from None
 
 
 def _refusal(path: Path, why: str) -> ConfigError:

@@ -61,7 +61,7 @@ def _share_chart(columns: _Columns) -> Chart:
     chart = _chart(columns, "The CPU's share r", "of host tokens", [0.0, 0.25, 0.5, 0.75, 1.0])
     chart.curve(columns.curve(columns["effective"]), _BLUE)
     chart.curve(columns.curve(columns["target"]), _ORANGE, dashed=True)
-    chart.key([("target", _ORANGE, True), ("effective", _BLUE, False)])
+    chart.legend([("target", _ORANGE, True), ("effective", _BLUE, False)])
     return chart
 
 
@@ -77,7 +77,7 @@ def _region_chart(columns: _Columns) -> Chart:
         low = high
     chart.curve(columns.curve(columns["window"] / scale), INK, dashed=True)
     # The topmost first, as in the picture.
-    chart.key(
+    chart.legend(
         [
             *((name, colour, False) for name, colour in reversed(_REGIONS)),
             ("of C and T in windows", INK, True),
@@ -92,7 +92,7 @@ def _time_chart(columns: _Columns) -> Chart:
     chart = _chart(columns, "Time of a step", "ms", ticks(max(top, 1e-3)))
     for (_, _, colour), curve in zip(_TIMES, curves):
         chart.curve(curve, colour)
-    chart.key([(label, colour, False) for label, _, colour in _TIMES])
+    chart.legend([(label, colour, False) for label, _, colour in _TIMES])
     return chart
 
 

@@ -12,7 +12,6 @@ pageable: its bytes land in a pinned bounce buffer and are copied on by the thre
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
-from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferTimings
+from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferClocks, TransferTimings
 from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_mla import LatentAttention
 from sglang_inplacekv.executors.flashinfer_paged import (
@@ -38,6 +37,7 @@ from sglang_inplacekv.executors.hand_over import HandOver
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
 from sglang_inplacekv.executors.prefix_gather import PrefixGather
 from sglang_inplacekv.executors.tile_stream import Tile
+from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.page_table import compute_table
 from sglang_inplacekv.regions import Regions
@@ -88,8 +88,7 @@ class CudaExecutor(Executor):
         # The last plans of the calls that are captured, and of all others, have left pinned memory.
         self._captured_planning, self._planning = torch.cuda.Event(), torch.cuda.Event()
         self._hand: HandOver | None = None
-        self._ended: deque[_Forward] = deque()  # their clocks are still to be read
-        self._transfers = _no_transfers()
+        self._clocks = TransferClocks(shape.layers)
         self.reserve_rows(0)
 
     def _paged_call(self, layout: str, captured: Captured | None = None) -> PagedCall:
@@ -110,7 +109,8 @@ class CudaExecutor(Executor):
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
         self._capturing_rows = None
         wait_all(plan.pending.values(), self._timeout_s, f"{plan.who}, region C or T,")
-        self._retire_clocks()
+        # The GPU is done with the forward before last, or nearly so, even where that was cut short and never finishes.
+        self._clocks.read_all(self._costs, but=1)
         slots = to_gpu(plan.device_slots)
         if plan.is_decode:
             # Page 0 is padding: rows that only fill a captured batch up write there.
@@ -138,37 +138,19 @@ class CudaExecutor(Executor):
             rows=graph_rows or plan.tokens,
             replayed=graph_rows is not None,
         )
+        self._clocks.add(self._current.stream, plan)
         if graph_rows is not None:
             self._plan_replay(self._current)
 
-    def _retire_clocks(self) -> None:
-        """Add up the transfers of the forward before last: the GPU is done with it, so reading them waits for nothing."""
-        if self._current is not None:
-            self._ended.append(self._current)
-        while len(self._ended) > 1:
-            self._count(self._ended.popleft())
-
-    def _count(self, forward: _Forward) -> None:
-        timings, kind = forward.stream.timings(), "decode" if forward.plan.is_decode else "extend"
-        if timings is None:
-            return
-        self._transfers[kind] = self._transfers[kind].plus(timings)
-        if forward.plan.is_decode and timings.bytes:
-            self._costs.transfer_s += timings.transfer_s
-            self._costs.exposed_s += timings.exposed_s
-            self._costs.transfer_bytes += timings.bytes
-            self._costs.transfer_tokens += forward.plan.transfer_tokens * self.regions.shape.layers
+    def take_costs(self) -> Costs:
+        self._clocks.read_finished(self._costs)
+        return super().take_costs()
 
     def take_transfers(self) -> dict[str, TransferTimings]:
         """What has crossed to P in the decodes and extends since this was last asked. Waits for the GPU."""
         torch.cuda.synchronize()
-        if self._current is not None:
-            self._ended.append(self._current)
-            self._current = None
-        while self._ended:
-            self._count(self._ended.popleft())
-        taken, self._transfers = self._transfers, _no_transfers()
-        return taken
+        self._clocks.read_all(self._costs)
+        return self._clocks.take()
 
     def write_decoded(self, layer: int, *parts: torch.Tensor) -> None:
         for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
@@ -398,7 +380,3 @@ class CudaExecutor(Executor):
     def drain(self) -> None:
         torch.cuda.synchronize()
         super().drain()
-
-
-def _no_transfers() -> dict[str, TransferTimings]:
-    return {kind: TransferTimings(0, 0.0, 0.0) for kind in ("decode", "extend")}

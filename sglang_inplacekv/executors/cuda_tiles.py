@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from sglang_inplacekv.executors.dma import CopyBatch
 from sglang_inplacekv.executors.tile_stream import Tile, plan_tiles
+from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
@@ -174,9 +176,8 @@ class CudaTileStream:
     @property
     def finished(self) -> bool:
         """Whether the GPU is past every tile that was asked for, so that `timings` waits for nothing."""
-        if self._next < self._total:
-            return False
-        return not self._total or (self._copied[-1].query() and (not self._timed or self._wanted[-1].query()))
+        last = [events[-1] for events in (self._copied, self._wanted) if events]
+        return self._next == self._total and all(event.query() for event in last)
 
     def timings(self) -> TransferTimings | None:
         """Read the clocks and give the events back, once, after the forward; None unless `timed`.
@@ -200,3 +201,47 @@ class CudaTileStream:
         if self._next == self._total:
             _EVENTS.give_back(self._taken)
         return result
+
+
+class TransferClocks:
+    """The clocks of forwards' tiles. They are read in the forwards' order, each once."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._unread: deque[tuple[CudaTileStream, StepPlan]] = deque()
+        self._transfers = _no_transfers()
+
+    def add(self, stream: CudaTileStream, plan: StepPlan) -> None:
+        """A forward begins."""
+        self._unread.append((stream, plan))
+
+    def read_finished(self, costs: Costs) -> None:
+        """Add what the GPU is past to `costs`. Waits for nothing."""
+        while self._unread and self._unread[0][0].finished:
+            self._read(costs)
+
+    def read_all(self, costs: Costs, but: int = 0) -> None:
+        """Likewise all except the last `but` forwards. Waits for the GPU, if that is not past them."""
+        while len(self._unread) > but:
+            self._read(costs)
+
+    def _read(self, costs: Costs) -> None:
+        stream, plan = self._unread.popleft()
+        timings, kind = stream.timings(), "decode" if plan.is_decode else "extend"
+        if timings is None:
+            return
+        self._transfers[kind] = self._transfers[kind].plus(timings)
+        if plan.is_decode and timings.bytes:
+            costs.transfer_s += timings.transfer_s
+            costs.exposed_s += timings.exposed_s
+            costs.transfer_bytes += timings.bytes
+            costs.transfer_tokens += plan.transfer_tokens * self._layers
+
+    def take(self) -> dict[str, TransferTimings]:
+        """Totals of decodes and extends that were read since this was last asked."""
+        taken, self._transfers = self._transfers, _no_transfers()
+        return taken
+
+
+def _no_transfers() -> dict[str, TransferTimings]:
+    return {kind: TransferTimings(0, 0.0, 0.0) for kind in ("decode", "extend")}

@@ -80,8 +80,8 @@ def check_batch(b: Bench) -> None:
             assert torch.equal(target[place].cpu(), arena.page_bytes_view(page)[layer])
 
 
-def check_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
-    b.fill_homes()
+def tile_stream(b: Bench, is_decode: bool, timed: bool = True) -> tuple[CudaTileStream, StepPlan]:
+    """A forward of two requests that share some of their pages."""
     own = [b.transferred[:6], b.transferred[2:7]], [b.computed[:5], b.computed[3:7]]
     reads = [
         Reads(device_pages=NONE, device_tokens=0, compute_pages=c, transfer_pages=t)
@@ -92,7 +92,19 @@ def check_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
     tile = (SIZES.tile_pages, 2, SHAPE.block_bytes // SHAPE.dtype.itemsize)
     buffers = [torch.zeros(tile, dtype=SHAPE.dtype, device=b.device) for _ in range(2)]
     bounce = [torch.zeros(tile, dtype=SHAPE.dtype, pin_memory=b.device == "cuda") for _ in range(2)]
-    stream = CudaTileStream(b.regions, b.stream, buffers, bounce, plan, b.queue, timed)
+    return CudaTileStream(b.regions, b.stream, buffers, bounce, plan, b.queue, timed), plan
+
+
+def read_all(stream: CudaTileStream) -> None:
+    for layer in range(SHAPE.layers):
+        for _ in stream.tiles:
+            stream.ready(layer)
+            stream.read()
+
+
+def check_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
+    b.fill_homes()
+    stream, _ = tile_stream(b, is_decode, timed)
     assert len(stream.tiles) == (2 if is_decode else 4)
     for layer in range(SHAPE.layers):
         for own_tile in stream.tiles:

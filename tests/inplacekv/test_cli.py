@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang_inplacekv import cli, doctor, probes
+from sglang_inplacekv import cli, cores, doctor, probes
 from sglang_inplacekv.host_rates import TeamRates
 from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
@@ -107,7 +107,7 @@ def test_plan_measures_once(
 
 
 def test_doctor_measures_once(probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]) -> None:
-    for extra, kept in (([], False), ([], True), (["--redo"], False)):
+    for extra, kept in (([], False), ([], True), (["--redo-probes"], False)):
         cli.main(["doctor", *extra])
         (line,) = (line for line in capsys.readouterr().out.splitlines() if "rates: " in line)
         assert line.startswith("ok   rates: knee at 1 of ") and "which read 90.0 GB/s" in line
@@ -225,6 +225,19 @@ def test_a_library_that_is_missing(qwen3: Path, capsys: pytest.CaptureFixture[st
         assert doctor.rates("cpu", redo=False).advice == "no library"
         assert cli.main(["plan", "--model", str(qwen3), *RATES[2:]]) == 2
         assert "CPU attention does not run here: no library" in capsys.readouterr().err
+
+
+def test_a_link_that_cannot_be_measured(
+    qwen3: Path, probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
+        mock.patch.object(probes, "topology", return_value=cores.topology()),
+        mock.patch.object(probes, "measure_link", side_effect=RuntimeError("pinning failed")),
+    ):
+        assert cli.main(["plan", "--model", str(qwen3), *RATES[:2]]) == 2
+    assert capsys.readouterr().err == "error: the link to the GPU cannot be measured: pinning failed\n"
 
 
 def test_doctor_of_this_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from sglang_inplacekv.executors import cuda_homes, cuda_tiles, dma
+from sglang_inplacekv.executors.cuda_tiles import TransferClocks, TransferTimings
 from sglang_inplacekv.executors.dma import CopyBatch
+from sglang_inplacekv.feedback import Costs
 from tests.inplacekv import copy_checks
 from tests.inplacekv.copy_checks import SHAPE, Bench, bench
 from tests.inplacekv.fake_cuda import FakeStream, fake_library, install
@@ -45,6 +47,52 @@ def test_events_are_reused(b: Bench) -> None:
     made = list(cuda_tiles._EVENTS._free)
     copy_checks.check_tiles(b, True, True)
     assert set(map(id, cuda_tiles._EVENTS._free)) == set(map(id, made))
+
+
+def test_clocks_are_read_once_and_never_waited_for(b: Bench) -> None:
+    """Of two forwards the GPU is behind with the second, and then nothing follows: the server idles."""
+    clocks, late = TransferClocks(SHAPE.layers), FakeStream()
+
+    def costs() -> Costs:
+        now = Costs()
+        clocks.read_finished(now)
+        return now
+
+    forwards = [copy_checks.tile_stream(b, True)]
+    clocks.add(*forwards[0])
+    assert costs() == Costs(), "it has only begun"
+    copy_checks.read_all(forwards[0][0])
+    forwards.append(copy_checks.tile_stream(b, True))
+    clocks.add(*forwards[1])
+    copy_checks.read_all(forwards[1][0])
+    late.add(lambda: None)
+    forwards[1][0]._wanted[-1].record(late)
+    first = costs()
+    assert first.transfer_bytes == 7 * SHAPE.layers * 2 * SHAPE.block_bytes and first.transfer_s > 0
+    assert first.transfer_tokens == forwards[0][1].transfer_tokens * SHAPE.layers
+    assert costs() == Costs() and not late.ran
+    late.synchronize()
+    assert costs().transfer_tokens == first.transfer_tokens and costs() == Costs()
+    assert clocks.take()["decode"].bytes == 2 * first.transfer_bytes and not clocks.take()["decode"].bytes
+    for stream, _ in forwards:
+        assert stream.finished and stream.timings() == TransferTimings(0, 0.0, 0.0)
+    free = list(map(id, cuda_tiles._EVENTS._free))
+    assert len(free) == len(set(free)), "none was given back twice"
+
+
+def test_a_forward_that_was_cut_short_does_not_hold_up_the_clocks(b: Bench) -> None:
+    clocks, costs = TransferClocks(SHAPE.layers), Costs()
+    for cut in (True, False):
+        stream, plan = copy_checks.tile_stream(b, True)
+        clocks.add(stream, plan)
+        if not cut:
+            copy_checks.read_all(stream)
+    clocks.read_finished(costs)
+    assert costs == Costs()
+    clocks.read_all(costs, but=1)
+    assert costs == Costs(), "nothing of the first was read"
+    clocks.read_finished(costs)
+    assert costs.transfer_tokens == plan.transfer_tokens * SHAPE.layers
 
 
 def test_a_failed_fill_names_layer_and_region(b: Bench) -> None:

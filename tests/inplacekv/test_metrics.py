@@ -41,9 +41,9 @@ def decode(computed: int, transferred: int, stolen: int) -> StepPlan:
 
 def test_totals_of_costs(sim: Simulation) -> None:
     own = StepMetrics(sim.regions, None)
-    own.end_step(COSTS)
+    own.end_step(COSTS, 0.0)
     sim.regions.windows.flushed_pages = 3
-    own.end_step(COSTS)
+    own.end_step(COSTS, 0.0)
     assert own.totals == {
         "cpu_attended_bytes": 2 * 96 / sim.shape.layers * sim.shape.token_bytes,
         "transferred_bytes": 2 * 4096,
@@ -61,11 +61,11 @@ def test_hidden_is_never_negative() -> None:
 
 def test_effective_share_is_that_of_the_last_decode(sim: Simulation) -> None:
     own = StepMetrics(sim.regions, None)
-    own.observe(decode(computed=1, transferred=2, stolen=1))
+    own.observe(decode(computed=1, transferred=2, stolen=1), 0.0)
     assert own.effective_share == 0.5
-    own.observe(StepPlan([], False, 4))
+    own.observe(StepPlan([], False, 4), 0.0)
     assert own.effective_share == 0.5
-    own.observe_device_decode([])
+    own.observe_device_decode([], 0.0)
     assert own.effective_share == 0.0
 
 
@@ -75,9 +75,9 @@ def test_log_tells_how_much_was_hidden_since_the_last_line(
     own = StepMetrics(sim.regions, None)
     with caplog.at_level(logging.INFO, metrics.__name__):
         for costs in (COSTS, Costs(), Costs(transfer_s=1.0)):
-            own.end_step(costs)
+            own.end_step(costs, 0.0)
             for _ in range(metrics._LOG_INTERVAL_STEPS):
-                own.observe(decode(1, 1, 0))
+                own.observe(decode(1, 1, 0), 0.0)
     hidden = [re.search(r"transfer hidden: ([^,]+),", record.message)[1] for record in caplog.records]
     assert hidden == ["0.75", "-", "1.00"]
 
@@ -118,7 +118,7 @@ own = StepMetrics(sim.regions, None)
 print(page())
 print("====")
 for _ in range(2):
-    own.end_step(Costs(cpu_s=0.5, transfer_s=1.0, exposed_s=0.25))
+    own.end_step(Costs(cpu_s=0.5, transfer_s=1.0, exposed_s=0.25), 0.0)
     own.export()
 print(page())
 sim.close()

@@ -6,7 +6,11 @@ import dataclasses
 import json
 import logging
 import os
+import platform
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -43,13 +47,18 @@ class Measured:
 
     def teams(self, sizes: list[int], model: ModelKV | None, device: str) -> list[TeamRates]:
         self.calls += 1
-        return [dataclasses.replace(TEAM, threads=sizes[0], token_s=TEAM.token_s if model else None)]
+        token_s = TEAM.token_s if model else None
+        return [dataclasses.replace(TEAM, threads=threads, token_s=token_s) for threads in sizes]
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sglang-inplacekv"
+
+
+def kept(cache: Path) -> list[Path]:
+    return list(cache.glob("rates-*.json"))
 
 
 @pytest.fixture
@@ -131,7 +140,7 @@ def test_kept_for_the_next_start(cache: Path, measured: Measured) -> None:
     second = probes.host_rates(GQA, "cpu")
     assert measured.calls == 1 and not first.kept and second.kept
     assert dataclasses.replace(second, kept=False) == first and first.link_bytes_s is None
-    assert len(list(cache.iterdir())) == 1, "and no temporary file is left"
+    assert len(kept(cache)) == 1 and len(list(cache.iterdir())) == 2, "and no temporary file is left"
     assert not probes.host_rates(GQA, "cpu", redo=True).kept and measured.calls == 2
     assert probes.host_rates(GQA, "cpu").kept
 
@@ -148,6 +157,7 @@ def test_other_hosts_models_and_teams_have_rates_of_their_own(
             (probes, "cpu_model", "another CPU"),
             (probes, "ABI_VERSION", 99),
             (cpu_attn, "isa", "another"),
+            (platform, "node", "another host"),
             (os, "sysconf", 2**20),
             (os, "sched_getaffinity", {one_core}),
         ],
@@ -161,6 +171,51 @@ def test_other_hosts_models_and_teams_have_rates_of_their_own(
         with mock.patch.object(probes, "topology", return_value=cores.topology()):
             assert probes.host_rates(GQA, "cuda").link_bytes_s == 50e9
             assert probes.host_rates(GQA, "cuda").kept
+
+
+def test_servers_that_start_together_measure_one_after_the_other(
+    cache: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments) -> list[TeamRates]:
+        began.set()
+        assert go_on.wait(20)
+        return measured.teams(*arguments)
+
+    monkeypatch.setattr(probes, "measure_teams", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(probes.host_rates, GQA, "cpu")
+        assert began.wait(20)
+        same, other = (pool.submit(probes.host_rates, model, "cpu") for model in (GQA, None))
+        time.sleep(3 * probes._POLL_S)
+        assert not same.done() and not other.done() and measured.calls == 0
+        go_on.set()
+        assert [each.result(20).kept for each in (first, same, other)] == [False, True, False]
+        assert measured.calls == 2
+        # Nobody waits for ever, and whoever had to do without the lock says so.
+        monkeypatch.setattr(probes, "_TURN_S", 0.1)
+        began.clear()
+        go_on.clear()
+        stuck = pool.submit(probes.host_rates, LATENT, "cpu")
+        assert began.wait(20)
+        monkeypatch.setattr(probes, "measure_teams", measured.teams)
+        assert not probes.host_rates(LATENT, "cpu").kept
+        assert f"another server has been measuring this host for 0.1 s: {cache}/lock" in caplog.text
+        go_on.set()
+        assert not stuck.result(20).kept
+
+
+def test_a_sweep_without_time_for_a_second_team_is_not_kept(
+    cache: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "team_sizes", lambda most: [1, 1, 1])
+    for count, found_kept in ((1, False), (2, False), (3, True)):
+        monkeypatch.setattr(
+            probes, "measure_teams", lambda sizes, *rest, count=count: measured.teams(sizes[:count], *rest)
+        )
+        assert probes.host_rates(GQA, "cpu").kept == found_kept
+    assert measured.calls == 2, "once alone, and once with the second team"
 
 
 def _change(path: Path, **values: object) -> None:
@@ -190,7 +245,7 @@ def test_a_file_that_is_not_ours_is_measured_again_with_one_line(
     spoil: Callable[[Path], object], cache: Path, measured: Measured, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = probes.host_rates(GQA, "cpu")
-    (path,) = cache.iterdir()
+    (path,) = kept(cache)
     spoil(path)
     with caplog.at_level(logging.WARNING):
         assert probes.host_rates(GQA, "cpu") == found
@@ -259,6 +314,7 @@ def test_without_a_link_the_share_starts_as_ever() -> None:
 def test_a_server_probes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start finds what the first has kept, and no probe at all is made where none is wanted."""
     monkeypatch.setattr(host_rates, "_MOST_BYTES", 2**26)
+    monkeypatch.setattr(host_rates, "_SWEEP_S", 60.0)
     settings = {"XDG_CACHE_HOME": str(cache.parent), "SGLANG_INPLACEKV_HOST_MEMORY": "64MB"}
     with mock.patch.object(probes, "measure_teams", wraps=measure_teams) as measuring:
         for probe, calls in (("off", 0), ("auto", 1), ("auto", 1), ("redo", 2)):
@@ -267,4 +323,4 @@ def test_a_server_probes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 runner.generate([list(range(5, 40))], max_new_tokens=4)
                 assert runner.kv_pool.regions.team.threads in (1, 2)
             assert measuring.call_count == calls, probe
-            assert len(list(cache.glob("*.json"))) == min(calls, 1)
+            assert len(kept(cache)) == min(calls, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_inplacekv.roofline import Line, balanced_share, cpu_token_seconds, layer_seconds
+from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
 FIXED = st.floats(0.0, 1e-3)
 TOKEN = st.floats(1e-11, 1e-6)
@@ -37,10 +37,3 @@ def test_a_cpu_that_does_not_pay_gets_nothing() -> None:
 
 def test_a_link_that_does_not_pay_gets_nothing() -> None:
     assert balanced_share(Line(0.0, 1e-9), Line(1e-3, 1e-9), 1000) == 1.0
-
-
-def test_memory_or_arithmetic_bounds_the_cpu() -> None:
-    by_memory = cpu_token_seconds(2048, 8, 100e9, 1.6e12)
-    assert by_memory == pytest.approx(2048 / 100e9)
-    by_arithmetic = cpu_token_seconds(1152, 30, 100e9, 1.5e12)
-    assert by_arithmetic == pytest.approx(1152 * 30 / 1.5e12)

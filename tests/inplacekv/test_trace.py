@@ -6,19 +6,24 @@ import json
 import logging
 import os
 import re
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
-from sglang_inplacekv import cli
+from sglang_inplacekv import build, cli
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.feedback import Costs
+from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.models import checkpoint_path, make_tiny
-from sglang_inplacekv.trace import _BUFFERED_STEPS, TracedStep, TraceWriter, read_trace
+from sglang_inplacekv.trace import _BUFFERED_STEPS, TracedStep, TraceWriter, check_path, read_trace
 from sglang_inplacekv.trace_plot import _MOST_POINTS, summary, trace_svg
 from tests.harness import Runner
+from tests.inplacekv.simulation import Simulation
 from tests.inplacekv.startup import refusal, restored_environment, write_config
 
 STEP = TracedStep(
@@ -29,10 +34,16 @@ STEP = TracedStep(
 def written(path: Path, steps: int = 3) -> Path:
     writer = TraceWriter(path)
     for number in range(1, steps + 1):
-        writer.begin(replace(STEP, step=number))
-        writer.end(Costs(cpu_s=0.25, transfer_s=0.5, exposed_s=0.125))
+        write(writer, number, Costs(cpu_s=0.25, transfer_s=0.5, exposed_s=0.125))
     writer.flush()
     return path
+
+
+def write(writer: TraceWriter, number: int, costs: Costs) -> None:
+    """A step of a second, right after the one before."""
+    began_s = writer._began_s + number
+    writer.begin(replace(STEP, step=number), began_s)
+    writer.end(costs, began_s + 1)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -40,18 +51,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert note is None and len(steps) == 2 * _BUFFERED_STEPS + 1
     for number, step in enumerate(steps, start=1):
         assert step == replace(
-            STEP, step=number, at_s=step.at_s, wall_s=step.wall_s, cpu_s=0.25, transfer_s=0.5, exposed_s=0.125
+            STEP, step=number, at_s=number, wall_s=1.0, cpu_s=0.25, transfer_s=0.5, exposed_s=0.125
         )
-        assert step.wall_s >= 0 and step.at_s >= (steps[number - 2].at_s if number > 1 else 0)
 
 
 def test_costs_between_two_steps_are_those_of_the_next(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "trace")
-    writer.begin(STEP)
-    for _ in range(2):  # the second time no step is open: a prefill begins
-        writer.end(Costs(cpu_s=1.0))
-    writer.begin(replace(STEP, step=2))
-    writer.end(Costs(cpu_s=1.0, transfer_s=0.5))
+    write(writer, 1, Costs(cpu_s=1.0))
+    writer.end(Costs(cpu_s=1.0), time.perf_counter())  # no step is open: a prefill begins
+    write(writer, 2, Costs(cpu_s=1.0, transfer_s=0.5))
     writer.flush()
     assert [(step.cpu_s, step.transfer_s) for step in read_trace(tmp_path / "trace")[0]] == [
         (1.0, 0.0),
@@ -64,8 +72,7 @@ def test_steps_are_written_by_the_dozen(tmp_path: Path) -> None:
     writer = TraceWriter(path)
     sizes = []
     for number in range(1, _BUFFERED_STEPS + 1):
-        writer.begin(replace(STEP, step=number))
-        writer.end(Costs())
+        write(writer, number, Costs())
         sizes.append(path.stat().st_size)
     assert not any(sizes[:-1]) and sizes[-1]
 
@@ -73,12 +80,9 @@ def test_steps_are_written_by_the_dozen(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_trace_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = TraceWriter(tmp_path / "trace")
-    os.close(writer._file)
-    writer._file = os.open("/dev/full", os.O_WRONLY)
+    writer = full(tmp_path / "trace")
     for number in range(1, 3 * _BUFFERED_STEPS):
-        writer.begin(replace(STEP, step=number))
-        writer.end(Costs())
+        write(writer, number, Costs())
     writer.flush()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -86,6 +90,51 @@ def test_a_full_disk_ends_the_trace_with_one_warning(
         record.message
         == f"--inplacekv-trace: the trace ends here: {tmp_path / 'trace'}: No space left on device"
     )
+
+
+def full(path: Path) -> TraceWriter:
+    """A writer whose disk is full."""
+    writer, device = TraceWriter(path), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(device, writer._file)
+    os.close(device)
+    return writer
+
+
+def test_nothing_is_collected_for_a_trace_that_has_ended(tmp_path: Path) -> None:
+    sim = Simulation(share=0.0, device_pages=4, host_pages=4, seed=1)
+    metrics = StepMetrics(sim.regions, None, full(tmp_path / "trace"))
+    with mock.patch.object(TraceWriter, "begin", autospec=True, side_effect=TraceWriter.begin) as begun:
+        for _ in range(_BUFFERED_STEPS + 9):
+            metrics.observe_device_decode([], time.perf_counter())
+            metrics.end_step(Costs(), time.perf_counter())
+        metrics.idle()
+    assert begun.call_count == _BUFFERED_STEPS
+    sim.close()
+
+
+def test_one_server_writes_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    first, error = TraceWriter(path), "an earlier trace: another server writes it$"
+    for number in (1, 2):  # an empty file, and one that holds something
+        for second in (TraceWriter, check_path):
+            with pytest.raises(ConfigError, match=f"^--inplacekv-trace: asked '{path}', .* {error}"):
+                second(path)
+        write(first, number, Costs())
+        first.flush()
+    assert len(read_trace(path)[0]) == 2
+    del first
+    TraceWriter(path)
+    assert not path.stat().st_size
+
+
+def test_a_server_that_does_not_start_leaves_the_earlier_trace(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace")
+    before = path.read_bytes()
+    with mock.patch.object(build, "make_executor", side_effect=RuntimeError("no memory")):
+        with pytest.raises(RuntimeError, match="no memory"):
+            with traced_server(path):
+                pass
+    assert path.read_bytes() == before
 
 
 def test_an_earlier_trace_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -213,9 +262,7 @@ def test_summary() -> None:
     assert table["T tokens"] == ["80", "80", "80"]
 
 
-def test_a_server_traces_every_decode_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests that stay in D, then some that spill, with a prefill in between."""
-    path, out = tmp_path / "trace.jsonl", tmp_path / "trace.svg"
+def traced_server(path: Path) -> Runner:
     settings = {
         "HOST_MEMORY": "16MB",
         "GPU_MEMORY": "64tok",
@@ -226,9 +273,13 @@ def test_a_server_traces_every_decode_step(tmp_path: Path, capsys: pytest.Captur
     }
     model = make_tiny("qwen3_moe", checkpoint_path("tiny-qwen3_moe"))
     env = {f"SGLANG_INPLACEKV_{name}": value for name, value in settings.items()}
-    with Runner(
-        model, chunked_prefill_size=64, backend="inplacekv", env=env, max_total_tokens=None
-    ) as runner:
+    return Runner(model, chunked_prefill_size=64, backend="inplacekv", env=env, max_total_tokens=None)
+
+
+def test_a_server_traces_every_decode_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests that stay in D, then some that spill, with a prefill in between."""
+    path, out = tmp_path / "trace.jsonl", tmp_path / "trace.svg"
+    with traced_server(path) as runner:
         runner.generate([list(range(5, 25))], max_new_tokens=5)
         runner.generate([list(range(100, 400)), list(range(400, 440))], max_new_tokens=20)
         runner.idle_check()
@@ -244,6 +295,9 @@ def test_a_server_traces_every_decode_step(tmp_path: Path, capsys: pytest.Captur
     assert all(step.host_tokens <= step.C + step.T for step in spilled)
     assert all(step.wall_s > 0 for step in steps) and any(step.cpu_s > 0 for step in spilled)
     assert sum(step.stolen for step in spilled) > 0
+    # The times are rounded. Between two decodes lie planning and nothing else, except where a prefill or idling did.
+    apart = [after.at_s - before.at_s - before.wall_s for before, after in pairwise(steps)]
+    assert min(apart) > -2e-6 and sum(gap > 2e-6 for gap in apart) <= 3, apart
     for name, total in (("cpu_s", "cpu_attention_seconds"), ("exposed_s", "exposed_transfer_seconds")):
         assert sum(getattr(step, name) for step in steps) == pytest.approx(
             totals[total], abs=1e-6 * len(steps)
