@@ -21,9 +21,8 @@ class Demand:
 
     new_pages: int  # that it has to be given until it ends; a cached prefix is already there
     kept_pages: int  # of its cached prefix, in D
-    room_pages: (
-        int  # of D, free or evictable, less what running requests will still take; below 0 if they will spill
-    )
+    # Of D, free or evictable, less what running requests will still take; below 0 if they will spill.
+    room_pages: int
     device_pages: int  # all of D
     host_pages: int  # that a decode step of the running requests reads
     new_tokens: int  # it may decode
