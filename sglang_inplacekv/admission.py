@@ -54,10 +54,16 @@ class StepModel:
     page_size: int
 
     def step_s(self, host_pages: int) -> float:
-        """A step that reads so many host pages, shared at best between CPU and link."""
+        """A step that reads so many host pages, shared at best between CPU and link.
+
+        Be they few: it is no whole graph over D any more, and some of its pages lie in C, so each layer waits for the CPU.
+        """
+        if host_pages == 0:
+            return self.device_s
         tokens = host_pages * self.page_size
         share = balanced_share(self.cpu, self.transfer, tokens)
-        return max(self.device_s, self.layers * layer_seconds(share, self.cpu, self.transfer, tokens))
+        layer_s = layer_seconds(share, self.cpu, self.transfer, tokens)
+        return max(self.device_s, self.layers * self.cpu.fixed_s, self.layers * layer_s)
 
 
 def decide(policy: str, demand: Demand, model: StepModel | None) -> Verdict:
