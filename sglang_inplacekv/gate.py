@@ -74,7 +74,8 @@ class AdmissionGate:
             host_pages=pool.live_host_pages(),
             new_tokens=_answer_tokens(req),
             running_tokens=max(map(_answer_tokens, beside)) if beside else None,
-            waiting=adder.waiting_queue_len - len(adder.can_run_list),
+            # A prefill that goes on has its row already, and was not in the queue when this pass began.
+            waiting=adder.waiting_queue_len - sum(not r.kv.holds_kv for r in adder.can_run_list),
         )
 
     def _pages(self, tokens: float) -> int:

@@ -6,7 +6,8 @@ import gc
 
 import pytest
 
-from sglang_inplacekv.admission import StepModel
+from sglang_inplacekv import gate as gate_module
+from sglang_inplacekv.admission import StepModel, decide
 from sglang_inplacekv.config import ADMISSIONS
 from sglang_inplacekv.pool import RegionPool
 from sglang_inplacekv.roofline import Line
@@ -283,3 +284,13 @@ def test_the_model_is_there_once_d_and_both_sides_were_measured():
         runner.generate([large], max_new_tokens=12)
         model = runner.kv_pool.step_model
         assert model.device_s > 0 and model.step_s(8) >= model.step_s(1) >= model.step_s(0) == model.device_s
+
+
+def test_a_prefill_that_goes_on_is_none_of_those_that_wait(monkeypatch):
+    demands = []
+    monkeypatch.setattr(gate_module, "decide", lambda *args: demands.append(args[1]) or decide(*args))
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, admission="queue") as runner:
+        for prompt in prompts(CHUNK + PAGE, PAGE, PAGE):
+            runner.submit(prompt, max_new_tokens=2)
+        runner.run_until_idle()
+    assert [demand.waiting for demand in demands] == [3, 2, 1]
