@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 
 from sglang_inplacekv.admission import Demand, Verdict, decide
@@ -23,7 +24,7 @@ class AdmissionGate:
     """One per pool. Holds the head of the queue back as SGLang does when its pool is full: those behind it wait too.
 
     Counts as SGLang's own budget does: of an answer at most CLIP_MAX_NEW_TOKENS, and of those of running requests that may
-    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and nothing is counted.
+    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and no request is counted.
     """
 
     def __init__(self, policy: str, pool: RegionPool) -> None:
@@ -39,9 +40,7 @@ class AdmissionGate:
 
     def add_one_req(self, add: Callable, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
         """PrefillAdder.add_one_req, `add`, for a request that may start."""
-        if self._policy == "spill":
-            return add(adder, req, *args, **kwargs)
-        verdict = decide(self._policy, self._demand(adder, req), self._pool.step_model)
+        verdict = None if self._policy == "spill" else self._verdict(adder, req)
         if verdict is Verdict.WAITS:
             if req not in self._waiting:
                 self._waiting.add(req)
@@ -51,7 +50,12 @@ class AdmissionGate:
         if adder.can_run_list and adder.can_run_list[-1] is req:
             self._waiting.discard(req)
             self.spilled_requests += verdict is Verdict.SPILLS
+            if req.prefix_len:
+                self._pool.page_lists.starts(self._prefix_ids(adder, req))
         return result
+
+    def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
+        return decide(self._policy, self._demand(adder, req), self._pool.step_model)
 
     def _demand(self, adder: PrefillAdder, req: Req) -> Demand:
         pool, sizes = self._pool, self._pool.regions.sizes
@@ -92,12 +96,16 @@ class AdmissionGate:
         tokens = len(req.origin_input_ids) + len(req.output_ids) + answer
         return max(0, self._pages(tokens) - self._pages(req.kv.kv_allocated_len))
 
+    def _prefix_ids(self, adder: PrefillAdder, req: Req) -> torch.Tensor:
+        """Pages of the prefix-cache hit, [pages] int64 on the device."""
+        ids = adder.tree_cache.prefix_device_indices(req)
+        return (ids[:: self._pool.page_size] // self._pool.page_size).long()
+
     def _prefix_pages(self, adder: PrefillAdder, req: Req) -> np.ndarray:
-        """Pages of the prefix-cache hit, [pages] int64."""
+        """The same on the host."""
         if not req.prefix_len:
             return _NO_PAGES
-        ids = adder.tree_cache.prefix_device_indices(req)
-        return (ids[:: self._pool.page_size] // self._pool.page_size).long().cpu().numpy()
+        return self._prefix_ids(adder, req).cpu().numpy()
 
     def _evictable_pages(self, adder: PrefillAdder, req: Req, prefix: np.ndarray) -> int:
         """Of D, with the request's own prefix kept."""

@@ -135,7 +135,7 @@ class RegionPool(KVCache):
         self.page_lists.clear()
 
     def live_host_pages(self) -> int:
-        """Host pages that the running requests were last seen to have, shared ones once for each."""
+        """Host pages that live requests were last seen to have, shared ones once for each."""
         first_host = self.regions.sizes.first_host_page
         return sum(int((pages >= first_host).sum()) for pages in self.page_lists.live_pages())
 

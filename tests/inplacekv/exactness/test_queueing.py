@@ -161,17 +161,18 @@ def test_without_d_everything_spills(policy):
         compare(expected, [handle.result() for handle in handles], tolerance=TOLERANCE)
 
 
-def cache_in_host(runner: Runner) -> None:
-    """Leave evictable pages in host memory, by a request that spilled because another one had all of D."""
-    filler, spilled = prompts(D_TOKENS - PAGE, 5 * PAGE, seed=9)
+def cache_in_host(runner: Runner) -> list[int]:
+    """Leave evictable pages in host memory, by a request that spilled because another one, which is returned, had all of D."""
+    filler, spilled = prompts(D_TOKENS - PAGE + 1, 5 * PAGE, seed=9)
     gate = runner.kv_pool.gate
     policy, gate._policy = gate._policy, "spill"
-    first = runner.submit(filler, max_new_tokens=PAGE)
+    first = runner.submit(filler, max_new_tokens=PAGE - 2)
     runner.step_until(lambda: first.output_ids)
     runner.submit(spilled, max_new_tokens=2 * PAGE)
     runner.run_until_idle()
     gate._policy = policy
     assert host_pages(runner) >= 5
+    return filler
 
 
 @pytest.mark.parametrize(("new_pages", "waits"), [(3, 0), (4, 1)])
@@ -284,6 +285,47 @@ def test_the_model_is_there_once_d_and_both_sides_were_measured():
         runner.generate([large], max_new_tokens=12)
         model = runner.kv_pool.step_model
         assert model.device_s > 0 and model.step_s(8) >= model.step_s(1) >= model.step_s(0) == model.device_s
+
+
+def test_a_prefix_of_one_that_starts_is_no_room_for_the_next_one():
+    """Both are asked for in one pass. D holds the first one's prefix of 7 pages, and 7 are left beside its 2 new ones.
+
+    Idle prefixes in host memory hide that the prefix cannot be evicted any more.
+    """
+    base, tail, other = prompts(7 * PAGE, PAGE, 7 * PAGE)
+    expected = stock("qwen3_moe", [base + tail, other], PAGE)
+    args = {"admission": "queue", "chunked_prefill_size": 8 * CHUNK}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, **args) as runner:
+        cache_in_host(runner)
+        runner.generate([base], max_new_tokens=1)
+        in_host = host_pages(runner)
+        assert in_host >= 5
+        first, second = (
+            runner.submit(prompt, max_new_tokens=PAGE, want_prompt_logprobs=False)
+            for prompt in (base + tail, other)
+        )
+        runner.step_until(lambda: first.output_ids)
+        assert first.req.cached_tokens == 7 * PAGE and not second.output_ids
+        runner.run_until_idle()
+        gate = runner.kv_pool.gate
+        assert (gate.queued_requests, gate.spilled_requests) == (1, 0) and host_pages(runner) <= in_host
+        compare(expected, [first.result(), second.result()], tolerance=TOLERANCE)
+        assert_all_returned(runner)
+
+
+@pytest.mark.parametrize("policy", ADMISSIONS)
+def test_nothing_is_evicted_where_d_holds_what_is_used(policy):
+    """D is full of the prefix of the one that starts: to evict what is cached in host memory gains nothing."""
+    (tail,) = prompts(3 * PAGE)
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, admission=policy) as runner:
+        prefix = cache_in_host(runner)[: D_TOKENS - PAGE]
+        homes = runner.kv_pool.regions.homes
+        evicted, in_host = homes.device_evicted_tokens, host_pages(runner)
+        assert homes.device_free_pages == 1
+        spills = runner.submit(prefix + tail, max_new_tokens=1, want_prompt_logprobs=False)
+        runner.run_until_idle()
+        assert spills.cached_tokens == D_TOKENS - PAGE
+        assert homes.device_evicted_tokens == evicted and host_pages(runner) == in_host + 2
 
 
 def test_a_prefill_that_goes_on_is_none_of_those_that_wait(monkeypatch):
