@@ -24,7 +24,7 @@ class Demand:
     # Of D, free or evictable, less what running requests will still take; below 0 if they will spill.
     room_pages: int
     device_pages: int  # all of D
-    host_pages: int  # that a decode step of the running requests reads
+    host_pages: int  # that a decode step of the running requests reads; looked at only with a StepModel
     new_tokens: int  # it may decode
     running_tokens: int | None  # the most that a running request may still decode; None if nothing runs
     waiting: int  # requests in the queue, itself included

@@ -30,6 +30,8 @@ class AdmissionGate:
     def __init__(self, policy: str, pool: RegionPool) -> None:
         self._policy, self._pool = policy, pool
         self._waiting: weakref.WeakSet[Req] = weakref.WeakSet()
+        # The prefix last read, after what it depends on.
+        self._read: tuple[object, np.ndarray] = (None, _NO_PAGES)
         self.queued_requests = 0  # that had to wait for D, since start
         self.spilled_requests = 0  # that were started though D had no room for all of them, since start
 
@@ -55,27 +57,29 @@ class AdmissionGate:
         return result
 
     def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
-        return decide(self._policy, self._demand(adder, req), self._pool.step_model)
+        model = self._pool.step_model if self._policy == "auto" else None
+        return decide(self._policy, self._demand(adder, req, model is not None), model)
 
-    def _demand(self, adder: PrefillAdder, req: Req) -> Demand:
+    def _demand(self, adder: PrefillAdder, req: Req, has_model: bool) -> Demand:
         pool, sizes = self._pool, self._pool.regions.sizes
         new_pages = self._new_pages(req)
         running = [r for r in adder.running_batch.reqs if not r.finished()]
         room = pool.regions.homes.device_free_pages - sum(self._growth_pages(adder, r) for r in running)
         room -= sum(map(self._new_pages, adder.can_run_list))
-        kept = 0
+        kept = host_pages = 0
         if new_pages > room:
             # Reading the prefix waits for the device, so it is left out where D has room without it.
             prefix = self._prefix_pages(adder, req)
             kept = int((prefix < sizes.first_host_page).sum())
             room += self._evictable_pages(adder, req, prefix)
+            host_pages = pool.live_host_pages() if has_model and new_pages > room else 0
         beside = running + adder.can_run_list
         return Demand(
             new_pages=new_pages,
             kept_pages=kept,
             room_pages=room,
             device_pages=sizes.device_pages,
-            host_pages=pool.live_host_pages(),
+            host_pages=host_pages,
             new_tokens=_answer_tokens(req),
             running_tokens=max(map(_answer_tokens, beside)) if beside else None,
             # A prefill that goes on has its row already, and was not in the queue when this pass began.
@@ -105,7 +109,11 @@ class AdmissionGate:
         """The same on the host."""
         if not req.prefix_len:
             return _NO_PAGES
-        return self._prefix_ids(adder, req).cpu().numpy()
+        # The head may ask at every step, and the cache gives a prefix other pages only after it has freed them.
+        depends_on = (weakref.ref(req), req.prefix_len, self._pool.page_lists.frees)
+        if self._read[0] != depends_on:
+            self._read = depends_on, self._prefix_ids(adder, req).cpu().numpy()
+        return self._read[1]
 
     def _evictable_pages(self, adder: PrefillAdder, req: Req, prefix: np.ndarray) -> int:
         """Of D, with the request's own prefix kept."""

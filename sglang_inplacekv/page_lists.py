@@ -33,6 +33,7 @@ class PageLists:
         self._owner: dict[int, str] = {}  # row -> the request last seen in it
         self._handed_out: list[int] = []
         self._starting: list[torch.Tensor] = []  # prefixes of requests that have not been in a forward
+        self.frees = 0  # times that pages were freed
 
     def handed_out(self, pages: Sequence[int]) -> None:
         """The allocator gave `pages` to the decode step that comes next."""
@@ -43,6 +44,7 @@ class PageLists:
         self._starting.append(pages)
 
     def page_freed(self) -> None:
+        self.frees += 1
         for known in self._known.values():
             known.current = False
 
@@ -50,6 +52,7 @@ class PageLists:
         self._known.clear()
         self._owner.clear()
         self._handed_out, self._starting = [], []
+        self.frees += 1
 
     def of_extend(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each."""

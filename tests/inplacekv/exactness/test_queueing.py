@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 
 from sglang_inplacekv import gate as gate_module
 from sglang_inplacekv.admission import StepModel, decide
 from sglang_inplacekv.config import ADMISSIONS
+from sglang_inplacekv.gate import AdmissionGate
 from sglang_inplacekv.pool import RegionPool
 from sglang_inplacekv.roofline import Line
 from tests.harness import Handle, Runner, compare
@@ -277,6 +279,22 @@ def test_auto_follows_its_model(monkeypatch, device_s, spills):
         assert (gate.spilled_requests, gate.queued_requests) == ((1, 0) if spills else (0, 1))
 
 
+def test_auto_weighs_what_those_that_run_read_in_host_memory(monkeypatch):
+    demands = []
+    monkeypatch.setattr(gate_module, "decide", lambda *args: demands.append(args[1]) or decide(*args))
+    model = StepModel(1e-9, Line(0.0, 1e-6), Line(0.0, 1e-6), 4, PAGE)
+    monkeypatch.setattr(RegionPool, "step_model", property(lambda pool: model))
+    large, small = prompts(D_TOKENS + 3 * PAGE, PAGE)
+    with server("qwen3_moe", share="auto", device_tokens=D_TOKENS, admission="auto") as runner:
+        first = runner.submit(large, max_new_tokens=PAGE)
+        runner.step_until(lambda: first.output_ids)
+        in_host = host_pages(runner)
+        runner.submit(small, max_new_tokens=2)
+        runner.step_until(lambda: len(demands) == 2)
+        assert demands[1].host_pages == in_host == 3
+        runner.run_until_idle()
+
+
 def test_the_model_is_there_once_d_and_both_sides_were_measured():
     small, large = prompts(2 * PAGE, D_TOKENS + 8 * PAGE)
     with server("qwen3_moe", share="auto", device_tokens=D_TOKENS, admission="auto") as runner:
@@ -336,3 +354,34 @@ def test_a_prefill_that_goes_on_is_none_of_those_that_wait(monkeypatch):
             runner.submit(prompt, max_new_tokens=2)
         runner.run_until_idle()
     assert [demand.waiting for demand in demands] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("policy", WAITING)
+def test_a_head_that_waits_is_read_once(monkeypatch, policy):
+    """With preemption by priority it is asked for at every step; what is read waits for the device."""
+    calls = Counter()
+
+    def count(owner, name, key):
+        original = getattr(owner, name)
+
+        def counted(*args):
+            calls[name, key(*args)] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    base, other, tail = prompts(4 * PAGE, 5 * PAGE, 5 * PAGE)
+    args = {"admission": policy, "enable_priority_scheduling": True}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, **args) as runner:
+        count(AdmissionGate, "_demand", lambda gate, adder, req, *_: req.rid)
+        count(runner.tree_cache, "prefix_device_indices", lambda req: req.rid)
+        count(RegionPool, "live_host_pages", lambda pool: "")
+        runner.generate([base], max_new_tokens=1)
+        running = runner.submit(other, max_new_tokens=2 * PAGE)
+        runner.step_until(lambda: running.output_ids)
+        waits = runner.submit(base + tail, max_new_tokens=PAGE, want_prompt_logprobs=False)
+        runner.step_until(lambda: running.done)
+        assert calls["_demand", waits.rid] > PAGE and calls["prefix_device_indices", waits.rid] == 1
+        runner.run_until_idle()
+        assert waits.cached_tokens == 4 * PAGE and runner.kv_pool.gate.queued_requests == 1
+        assert not calls["live_host_pages", ""]  # with nothing measured, no policy looks at them
