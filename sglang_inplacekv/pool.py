@@ -49,7 +49,7 @@ class RegionPool(KVCache):
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
         self.gate = AdmissionGate(regions.config.admission, self)
-        self.metrics = StepMetrics(regions, control, trace)
+        self.metrics = StepMetrics(regions, control, self.gate, trace)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
