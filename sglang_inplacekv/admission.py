@@ -21,11 +21,10 @@ class Demand:
 
     new_pages: int  # that it has to be given until it ends; a cached prefix is already there
     kept_pages: int  # of its cached prefix, in D
-    room_pages: (
-        int  # of D, free or evictable, less what running requests will still take; below 0 if they will spill
-    )
+    # Of D, free or evictable, less what running requests will still take; below 0 if they will spill.
+    room_pages: int
     device_pages: int  # all of D
-    host_pages: int  # that a decode step of the running requests reads
+    host_pages: int  # that a decode step of the running requests reads; looked at only with a StepModel
     new_tokens: int  # it may decode
     running_tokens: int | None  # the most that a running request may still decode; None if nothing runs
     waiting: int  # requests in the queue, itself included
@@ -55,10 +54,16 @@ class StepModel:
     page_size: int
 
     def step_s(self, host_pages: int) -> float:
-        """A step that reads so many host pages, shared at best between CPU and link."""
+        """A step that reads so many host pages, shared at best between CPU and link.
+
+        Be they few: it is no whole graph over D any more, and some of its pages lie in C, so each layer waits for the CPU.
+        """
+        if host_pages == 0:
+            return self.device_s
         tokens = host_pages * self.page_size
         share = balanced_share(self.cpu, self.transfer, tokens)
-        return max(self.device_s, self.layers * layer_seconds(share, self.cpu, self.transfer, tokens))
+        layer_s = layer_seconds(share, self.cpu, self.transfer, tokens)
+        return max(self.device_s, self.layers * self.cpu.fixed_s, self.layers * layer_s)
 
 
 def decide(policy: str, demand: Demand, model: StepModel | None) -> Verdict:

@@ -110,7 +110,8 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         SGLang evicts only when everything is short. Here D can be short while the host has room: idle prefixes would
         then keep D for good and every new request would spill. So while D holds pages that no running request uses, LRU
         steps go on until D holds the new pages, nothing is evictable, or the cap is lost: sixteen pages for each page
-        wanted, and at most as much as D holds.
+        wanted, and at most as much as D holds. The cap may be lost in the host alone: what AdmissionGate took for room
+        is not reached then, and the new pages spill.
         """
         if self._tree_cache is None:
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 
 from sglang_inplacekv.admission import Demand, Verdict, decide
@@ -23,12 +24,14 @@ class AdmissionGate:
     """One per pool. Holds the head of the queue back as SGLang does when its pool is full: those behind it wait too.
 
     Counts as SGLang's own budget does: of an answer at most CLIP_MAX_NEW_TOKENS, and of those of running requests that may
-    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and nothing is counted.
+    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and no request is counted.
     """
 
     def __init__(self, policy: str, pool: RegionPool) -> None:
         self._policy, self._pool = policy, pool
         self._waiting: weakref.WeakSet[Req] = weakref.WeakSet()
+        # The prefix last read, after what it depends on.
+        self._read: tuple[object, np.ndarray] = (None, _NO_PAGES)
         self.queued_requests = 0  # that had to wait for D, since start
         self.spilled_requests = 0  # that were started though D had no room for all of them, since start
 
@@ -39,9 +42,7 @@ class AdmissionGate:
 
     def add_one_req(self, add: Callable, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
         """PrefillAdder.add_one_req, `add`, for a request that may start."""
-        if self._policy == "spill":
-            return add(adder, req, *args, **kwargs)
-        verdict = decide(self._policy, self._demand(adder, req), self._pool.step_model)
+        verdict = None if self._policy == "spill" else self._verdict(adder, req)
         if verdict is Verdict.WAITS:
             if req not in self._waiting:
                 self._waiting.add(req)
@@ -51,30 +52,38 @@ class AdmissionGate:
         if adder.can_run_list and adder.can_run_list[-1] is req:
             self._waiting.discard(req)
             self.spilled_requests += verdict is Verdict.SPILLS
+            if req.prefix_len:
+                self._pool.page_lists.starts(self._prefix_ids(adder, req))
         return result
 
-    def _demand(self, adder: PrefillAdder, req: Req) -> Demand:
+    def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
+        model = self._pool.step_model if self._policy == "auto" else None
+        return decide(self._policy, self._demand(adder, req, model is not None), model)
+
+    def _demand(self, adder: PrefillAdder, req: Req, has_model: bool) -> Demand:
         pool, sizes = self._pool, self._pool.regions.sizes
         new_pages = self._new_pages(req)
         running = [r for r in adder.running_batch.reqs if not r.finished()]
         room = pool.regions.homes.device_free_pages - sum(self._growth_pages(adder, r) for r in running)
         room -= sum(map(self._new_pages, adder.can_run_list))
-        kept = 0
+        kept = host_pages = 0
         if new_pages > room:
             # Reading the prefix waits for the device, so it is left out where D has room without it.
             prefix = self._prefix_pages(adder, req)
             kept = int((prefix < sizes.first_host_page).sum())
             room += self._evictable_pages(adder, req, prefix)
+            host_pages = pool.live_host_pages() if has_model and new_pages > room else 0
         beside = running + adder.can_run_list
         return Demand(
             new_pages=new_pages,
             kept_pages=kept,
             room_pages=room,
             device_pages=sizes.device_pages,
-            host_pages=pool.live_host_pages(),
+            host_pages=host_pages,
             new_tokens=_answer_tokens(req),
             running_tokens=max(map(_answer_tokens, beside)) if beside else None,
-            waiting=adder.waiting_queue_len - len(adder.can_run_list),
+            # A prefill that goes on has its row already, and was not in the queue when this pass began.
+            waiting=adder.waiting_queue_len - sum(not r.kv.holds_kv for r in adder.can_run_list),
         )
 
     def _pages(self, tokens: float) -> int:
@@ -91,12 +100,20 @@ class AdmissionGate:
         tokens = len(req.origin_input_ids) + len(req.output_ids) + answer
         return max(0, self._pages(tokens) - self._pages(req.kv.kv_allocated_len))
 
+    def _prefix_ids(self, adder: PrefillAdder, req: Req) -> torch.Tensor:
+        """Pages of the prefix-cache hit, [pages] int64 on the device."""
+        ids = adder.tree_cache.prefix_device_indices(req)
+        return (ids[:: self._pool.page_size] // self._pool.page_size).long()
+
     def _prefix_pages(self, adder: PrefillAdder, req: Req) -> np.ndarray:
-        """Pages of the prefix-cache hit, [pages] int64."""
+        """The same on the host."""
         if not req.prefix_len:
             return _NO_PAGES
-        ids = adder.tree_cache.prefix_device_indices(req)
-        return (ids[:: self._pool.page_size] // self._pool.page_size).long().cpu().numpy()
+        # The head may ask at every step, and the cache gives a prefix other pages only after it has freed them.
+        depends_on = (weakref.ref(req), req.prefix_len, self._pool.page_lists.frees)
+        if self._read[0] != depends_on:
+            self._read = depends_on, self._prefix_ids(adder, req).cpu().numpy()
+        return self._read[1]
 
     def _evictable_pages(self, adder: PrefillAdder, req: Req, prefix: np.ndarray) -> int:
         """Of D, with the request's own prefix kept."""

@@ -15,6 +15,8 @@ from sglang_inplacekv.trace import TracedStep, TraceWriter
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
+    from sglang_inplacekv.gate import AdmissionGate
+
 logger = logging.getLogger(__name__)
 PREFIX = "sglang:inplacekv_"
 _LOG_INTERVAL_STEPS = 40
@@ -29,6 +31,9 @@ _GAUGES = {
     "stolen_pages": "T pages that the CPU attended in place, summed over steps and requests, since start.",
     "flushed_pages": "Windows copied home, since start.",
     "device_evicted_tokens": "Cached tokens evicted to make room in D, since start.",
+    "waiting_requests": "Requests that wait for D; those behind them in the queue not counted.",
+    "queued_requests": "Requests that had to wait for D, since start.",
+    "spilled_requests": "Requests that admission started though D had no room for all of them, since start.",
 }
 # Prometheus adds _total to a counter's name. All but the flushes are of decodes.
 _COUNTERS = {
@@ -50,10 +55,14 @@ class StepMetrics:
     """
 
     def __init__(
-        self, regions: Regions, control: ShareController | None, trace: TraceWriter | None = None
+        self,
+        regions: Regions,
+        control: ShareController | None,
+        gate: AdmissionGate,
+        trace: TraceWriter | None = None,
     ) -> None:
         """control: None where the share is given."""
-        self._regions, self._control, self._trace = regions, control, trace
+        self._regions, self._control, self._gate, self._trace = regions, control, gate, trace
         self._decode_steps = 0
         self.effective_share = 0.0
         self.totals = dict.fromkeys(_COUNTERS, 0.0)
@@ -177,6 +186,9 @@ class StepMetrics:
             "stolen_pages": self._regions.scope.stolen_pages,
             "flushed_pages": self._regions.windows.flushed_pages,
             "device_evicted_tokens": self._regions.homes.device_evicted_tokens,
+            "waiting_requests": self._gate.waiting_requests,
+            "queued_requests": self._gate.queued_requests,
+            "spilled_requests": self._gate.spilled_requests,
         }
         for name, value in values.items():
             self._gauges[name].set(value)

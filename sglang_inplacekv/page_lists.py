@@ -32,24 +32,33 @@ class PageLists:
         self._known: dict[str, _Known] = {}
         self._owner: dict[int, str] = {}  # row -> the request last seen in it
         self._handed_out: list[int] = []
+        self._starting: list[torch.Tensor] = []  # prefixes of requests that have not been in a forward
+        self.frees = 0  # times that pages were freed
 
     def handed_out(self, pages: Sequence[int]) -> None:
         """The allocator gave `pages` to the decode step that comes next."""
         self._handed_out = list(pages)
 
+    def starts(self, pages: torch.Tensor) -> None:
+        """The next extend begins a request whose prefix the cache has, in `pages` [pages] on the device."""
+        self._starting.append(pages)
+
     def page_freed(self) -> None:
+        self.frees += 1
         for known in self._known.values():
             known.current = False
 
     def clear(self) -> None:
         self._known.clear()
         self._owner.clear()
-        self._handed_out = []
+        self._handed_out, self._starting = [], []
+        self.frees += 1
 
     def of_extend(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each."""
         lists = self._read(index, lengths)
         self._keep(rids, index, lengths, lists, current=False)
+        self._starting = []
         return lists
 
     def of_decode(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
@@ -119,10 +128,11 @@ class PageLists:
         return int(self._pool.req_generation[row])
 
     def live_pages(self) -> list[np.ndarray]:
-        """Pages, as last seen, of the requests that still have their row."""
+        """Pages, as last seen, of the requests that still have their row, and prefixes of those that start."""
         free = set(self._pool.free_slots)
+        self._starting = [pages.cpu() for pages in self._starting]  # read once, and only if somebody asks
         return [
             known.pages
             for known in self._known.values()
             if known.row not in free and known.generation == self._generation(known.row)
-        ]
+        ] + [pages.numpy() for pages in self._starting]

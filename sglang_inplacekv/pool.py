@@ -49,7 +49,7 @@ class RegionPool(KVCache):
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
         self.gate = AdmissionGate(regions.config.admission, self)
-        self.metrics = StepMetrics(regions, control, trace)
+        self.metrics = StepMetrics(regions, control, self.gate, trace)
         self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
@@ -140,7 +140,7 @@ class RegionPool(KVCache):
         self.page_lists.clear()
 
     def live_host_pages(self) -> int:
-        """Host pages that the running requests were last seen to have, shared ones once for each."""
+        """Host pages that live requests were last seen to have, shared ones once for each."""
         first_host = self.regions.sizes.first_host_page
         return sum(int((pages >= first_host).sum()) for pages in self.page_lists.live_pages())
 

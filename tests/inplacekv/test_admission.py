@@ -141,11 +141,23 @@ def test_the_boundary_is_the_formula() -> None:
     request = demand(
         new_pages=10, room_pages=0, host_pages=100, waiting=3, new_tokens=200, running_tokens=100
     )
-    model = dataclasses.replace(MODEL, cpu=Line(1.0, 1.0), transfer=Line(0.0, 1e-7))  # the CPU gets nothing
+    model = dataclasses.replace(
+        MODEL, cpu=Line(0.0, 1.0), transfer=Line(0.0, 1e-7)
+    )  # the CPU gets next to nothing
     added_s = LAYERS * 10 * PAGE * 1e-7
     even_s = added_s * 3 / 0.5
     assert spilling_pays(request, dataclasses.replace(model, device_s=1.01 * even_s))
     assert not spilling_pays(request, dataclasses.replace(model, device_s=0.99 * even_s))
+
+
+def test_the_first_page_costs_waiting_for_the_cpu_in_every_layer() -> None:
+    """It would cross in no time: below break-even the balanced share is 0, but the step still stops for the CPU."""
+    model = dataclasses.replace(MODEL, cpu=Line(2 * MODEL.device_s / LAYERS, 43e-9))
+    assert model.step_s(0) == model.device_s
+    assert model.step_s(1) == pytest.approx(2 * model.device_s)
+    one = demand(new_pages=5, room_pages=4, waiting=2)
+    assert one.spilled_pages == 1 and decide("auto", one, model) is Verdict.WAITS
+    assert decide("auto", dataclasses.replace(one, host_pages=1), model) is Verdict.SPILLS  # it stops anyway
 
 
 def test_steps_over_d_are_timed_from_one_to_the_next_only() -> None:

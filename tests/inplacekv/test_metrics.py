@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.inplacekv.simulation import Simulation
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs/grafana.json"
 NONE = np.empty(0, np.int64)
+GATE = SimpleNamespace(waiting_requests=0, queued_requests=0, spilled_requests=0)
 COSTS = Costs(
     cpu_s=0.25, cpu_tokens=96, transfer_s=0.5, transfer_tokens=64, transfer_bytes=4096, exposed_s=0.125
 )
@@ -40,7 +42,7 @@ def decode(computed: int, transferred: int, stolen: int) -> StepPlan:
 
 
 def test_totals_of_costs(sim: Simulation) -> None:
-    own = StepMetrics(sim.regions, None)
+    own = StepMetrics(sim.regions, None, GATE)
     own.end_step(COSTS, 0.0)
     sim.regions.windows.flushed_pages = 3
     own.end_step(COSTS, 0.0)
@@ -60,7 +62,7 @@ def test_hidden_is_never_negative() -> None:
 
 
 def test_effective_share_is_that_of_the_last_decode(sim: Simulation) -> None:
-    own = StepMetrics(sim.regions, None)
+    own = StepMetrics(sim.regions, None, GATE)
     own.observe(decode(computed=1, transferred=2, stolen=1), 0.0)
     assert own.effective_share == 0.5
     own.observe(StepPlan([], False, 4), 0.0)
@@ -72,7 +74,7 @@ def test_effective_share_is_that_of_the_last_decode(sim: Simulation) -> None:
 def test_log_tells_how_much_was_hidden_since_the_last_line(
     sim: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = StepMetrics(sim.regions, None)
+    own = StepMetrics(sim.regions, None, GATE)
     with caplog.at_level(logging.INFO, metrics.__name__):
         for costs in (COSTS, Costs(), Costs(transfer_s=1.0)):
             own.end_step(costs, 0.0)
@@ -102,6 +104,7 @@ def test_decodes_report_what_crossed_and_what_that_held_up(sim: Simulation) -> N
 
 PROGRAM = """
 import sys
+from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from sglang_inplacekv.feedback import Costs
@@ -114,9 +117,11 @@ def page():
     return generate_latest(registry).decode()
 
 sim = Simulation(share=0.0, device_pages=0, host_pages=40, seed=1)
-own = StepMetrics(sim.regions, None)
+gate = SimpleNamespace(waiting_requests=0, queued_requests=0, spilled_requests=0)
+own = StepMetrics(sim.regions, None, gate)
 print(page())
 print("====")
+gate.waiting_requests, gate.queued_requests, gate.spilled_requests = 1, 2, 3
 for _ in range(2):
     own.end_step(Costs(cpu_s=0.5, transfer_s=1.0, exposed_s=0.25), 0.0)
     own.export()
@@ -142,6 +147,7 @@ def test_all_are_there_at_zero_from_the_start(tmp_path: Path) -> None:
     assert after[PREFIX + "cpu_attention_seconds_total"] == 1.0
     assert after[PREFIX + "hidden_transfer_seconds_total"] == 1.5
     assert after[PREFIX + "exposed_transfer_seconds_total"] == 0.5
+    assert [after[f"{PREFIX}{name}_requests"] for name in ("waiting", "queued", "spilled")] == [1, 2, 3]
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", done.stdout, re.MULTILINE))
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         PREFIX + name for name in NAMES if name.endswith("_total")
@@ -203,7 +209,8 @@ def test_dashboard_asks_the_chosen_source_and_servers(dashboard: dict) -> None:
 
 
 def test_dashboard_shows_rates_of_what_only_grows(dashboard: dict) -> None:
-    grows = {name for name in NAMES if name.endswith(("_total", "_pages", "_evicted_tokens"))}
+    grown = ("_total", "_pages", "_evicted_tokens", "queued_requests", "spilled_requests")
+    grows = {name for name in NAMES if name.endswith(grown)}
     for expr in queries(dashboard):
         for rate, name in re.findall(rf"(rate\()?{PREFIX}(\w+)", expr):
             assert bool(rate) == (name in grows), expr

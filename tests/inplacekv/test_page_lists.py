@@ -115,6 +115,19 @@ def test_verifying_notices_a_rewritten_row(table: Table) -> None:
         decode(lists, ["a"], [1], [8])
 
 
+def test_a_prefix_is_live_from_when_its_request_starts(lists: Counted, table: Table) -> None:
+    prefilled(lists, table)
+    lists.starts(torch.tensor([8, 7]))
+    lists.starts(torch.tensor([2]))
+    assert [own.tolist() for own in lists.live_pages()] == [[3, 9], [5], [8, 7], [2]]
+    table.write(3, [8, 7, 6])
+    lists.of_extend(["c"], torch.tensor([3]), [9])  # its own pages tell from here on
+    assert [own.tolist() for own in lists.live_pages()] == [[3, 9], [5], [8, 7, 6]]
+    lists.starts(torch.tensor([1]))
+    lists.clear()
+    assert not lists.live_pages()
+
+
 def test_live_pages_are_those_of_rows_that_still_belong_to_their_request(
     lists: Counted, table: Table
 ) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 
-from sglang_inplacekv.admission import StepModel
+from sglang_inplacekv import gate as gate_module
+from sglang_inplacekv.admission import StepModel, decide
 from sglang_inplacekv.config import ADMISSIONS
+from sglang_inplacekv.gate import AdmissionGate
 from sglang_inplacekv.pool import RegionPool
 from sglang_inplacekv.roofline import Line
 from tests.harness import Handle, Runner, compare
@@ -160,17 +163,18 @@ def test_without_d_everything_spills(policy):
         compare(expected, [handle.result() for handle in handles], tolerance=TOLERANCE)
 
 
-def cache_in_host(runner: Runner) -> None:
-    """Leave evictable pages in host memory, by a request that spilled because another one had all of D."""
-    filler, spilled = prompts(D_TOKENS - PAGE, 5 * PAGE, seed=9)
+def cache_in_host(runner: Runner) -> list[int]:
+    """Leave evictable pages in host memory, by a request that spilled because another one, which is returned, had all of D."""
+    filler, spilled = prompts(D_TOKENS - PAGE + 1, 5 * PAGE, seed=9)
     gate = runner.kv_pool.gate
     policy, gate._policy = gate._policy, "spill"
-    first = runner.submit(filler, max_new_tokens=PAGE)
+    first = runner.submit(filler, max_new_tokens=PAGE - 2)
     runner.step_until(lambda: first.output_ids)
     runner.submit(spilled, max_new_tokens=2 * PAGE)
     runner.run_until_idle()
     gate._policy = policy
     assert host_pages(runner) >= 5
+    return filler
 
 
 @pytest.mark.parametrize(("new_pages", "waits"), [(3, 0), (4, 1)])
@@ -275,6 +279,22 @@ def test_auto_follows_its_model(monkeypatch, device_s, spills):
         assert (gate.spilled_requests, gate.queued_requests) == ((1, 0) if spills else (0, 1))
 
 
+def test_auto_weighs_what_those_that_run_read_in_host_memory(monkeypatch):
+    demands = []
+    monkeypatch.setattr(gate_module, "decide", lambda *args: demands.append(args[1]) or decide(*args))
+    model = StepModel(1e-9, Line(0.0, 1e-6), Line(0.0, 1e-6), 4, PAGE)
+    monkeypatch.setattr(RegionPool, "step_model", property(lambda pool: model))
+    large, small = prompts(D_TOKENS + 3 * PAGE, PAGE)
+    with server("qwen3_moe", share="auto", device_tokens=D_TOKENS, admission="auto") as runner:
+        first = runner.submit(large, max_new_tokens=PAGE)
+        runner.step_until(lambda: first.output_ids)
+        in_host = host_pages(runner)
+        runner.submit(small, max_new_tokens=2)
+        runner.step_until(lambda: len(demands) == 2)
+        assert demands[1].host_pages == in_host == 3
+        runner.run_until_idle()
+
+
 def test_the_model_is_there_once_d_and_both_sides_were_measured():
     small, large = prompts(2 * PAGE, D_TOKENS + 8 * PAGE)
     with server("qwen3_moe", share="auto", device_tokens=D_TOKENS, admission="auto") as runner:
@@ -283,3 +303,85 @@ def test_the_model_is_there_once_d_and_both_sides_were_measured():
         runner.generate([large], max_new_tokens=12)
         model = runner.kv_pool.step_model
         assert model.device_s > 0 and model.step_s(8) >= model.step_s(1) >= model.step_s(0) == model.device_s
+
+
+def test_a_prefix_of_one_that_starts_is_no_room_for_the_next_one():
+    """Both are asked for in one pass. D holds the first one's prefix of 7 pages, and 7 are left beside its 2 new ones.
+
+    Idle prefixes in host memory hide that the prefix cannot be evicted any more.
+    """
+    base, tail, other = prompts(7 * PAGE, PAGE, 7 * PAGE)
+    expected = stock("qwen3_moe", [base + tail, other], PAGE)
+    args = {"admission": "queue", "chunked_prefill_size": 8 * CHUNK}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, **args) as runner:
+        cache_in_host(runner)
+        runner.generate([base], max_new_tokens=1)
+        in_host = host_pages(runner)
+        assert in_host >= 5
+        first, second = (
+            runner.submit(prompt, max_new_tokens=PAGE, want_prompt_logprobs=False)
+            for prompt in (base + tail, other)
+        )
+        runner.step_until(lambda: first.output_ids)
+        assert first.req.cached_tokens == 7 * PAGE and not second.output_ids
+        runner.run_until_idle()
+        gate = runner.kv_pool.gate
+        assert (gate.queued_requests, gate.spilled_requests) == (1, 0) and host_pages(runner) <= in_host
+        compare(expected, [first.result(), second.result()], tolerance=TOLERANCE)
+        assert_all_returned(runner)
+
+
+@pytest.mark.parametrize("policy", ADMISSIONS)
+def test_nothing_is_evicted_where_d_holds_what_is_used(policy):
+    """D is full of the prefix of the one that starts: to evict what is cached in host memory gains nothing."""
+    (tail,) = prompts(3 * PAGE)
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, admission=policy) as runner:
+        prefix = cache_in_host(runner)[: D_TOKENS - PAGE]
+        homes = runner.kv_pool.regions.homes
+        evicted, in_host = homes.device_evicted_tokens, host_pages(runner)
+        assert homes.device_free_pages == 1
+        spills = runner.submit(prefix + tail, max_new_tokens=1, want_prompt_logprobs=False)
+        runner.run_until_idle()
+        assert spills.cached_tokens == D_TOKENS - PAGE
+        assert homes.device_evicted_tokens == evicted and host_pages(runner) == in_host + 2
+
+
+def test_a_prefill_that_goes_on_is_none_of_those_that_wait(monkeypatch):
+    demands = []
+    monkeypatch.setattr(gate_module, "decide", lambda *args: demands.append(args[1]) or decide(*args))
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, admission="queue") as runner:
+        for prompt in prompts(CHUNK + PAGE, PAGE, PAGE):
+            runner.submit(prompt, max_new_tokens=2)
+        runner.run_until_idle()
+    assert [demand.waiting for demand in demands] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("policy", WAITING)
+def test_a_head_that_waits_is_read_once(monkeypatch, policy):
+    """With preemption by priority it is asked for at every step; what is read waits for the device."""
+    calls = Counter()
+
+    def count(owner, name, key):
+        original = getattr(owner, name)
+
+        def counted(*args):
+            calls[name, key(*args)] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    base, other, tail = prompts(4 * PAGE, 5 * PAGE, 5 * PAGE)
+    args = {"admission": policy, "enable_priority_scheduling": True}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, **args) as runner:
+        count(AdmissionGate, "_demand", lambda gate, adder, req, *_: req.rid)
+        count(runner.tree_cache, "prefix_device_indices", lambda req: req.rid)
+        count(RegionPool, "live_host_pages", lambda pool: "")
+        runner.generate([base], max_new_tokens=1)
+        running = runner.submit(other, max_new_tokens=2 * PAGE)
+        runner.step_until(lambda: running.output_ids)
+        waits = runner.submit(base + tail, max_new_tokens=PAGE, want_prompt_logprobs=False)
+        runner.step_until(lambda: running.done)
+        assert calls["_demand", waits.rid] > PAGE and calls["prefix_device_indices", waits.rid] == 1
+        runner.run_until_idle()
+        assert waits.cached_tokens == 4 * PAGE and runner.kv_pool.gate.queued_requests == 1
+        assert not calls["live_host_pages", ""]  # with nothing measured, no policy looks at them
