@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PREFIX = "sglang:inplacekv_"
 _LOG_INTERVAL_STEPS = 40
+_UNMEASURED = Line(0.0, 0.0)
 _REGIONS = ("D", "C", "T", "window")
 _TOKENS = "tokens"  # by region
 _GAUGES = {
     "share_target": "Share of host tokens that the CPU should attend.",
     "share_effective": "Share of host tokens that the CPU attended in the last decode step.",
     "cpu_token_seconds": "Moving average of the CPU's time for a token of a layer; 0 if not measured.",
+    "cpu_fixed_seconds": "Moving average of a layer's time beside the CPU's attention; 0 if not measured.",
     "transfer_token_seconds": "Moving average of the time in which a token of a layer crosses; 0 if not measured.",
     "region_fallback_pages": "Pages that got the other role for want of room, since start.",
     "stolen_pages": "T pages that the CPU attended in place, summed over steps and requests, since start.",
@@ -177,11 +179,15 @@ class StepMetrics:
         held = self._regions.tokens_by_region()
         for region in _REGIONS:
             self._tokens.labels(region).set(held[region])
+        control = self._control
+        cpu, transfer = (control.cpu, control.transfer) if control else (None, None)
+        cpu, transfer = cpu or _UNMEASURED, transfer or _UNMEASURED
         values = {
             "share_target": self._regions.scope.target_share,
             "share_effective": self.effective_share,
-            "cpu_token_seconds": _token_seconds(self._control.cpu if self._control else None),
-            "transfer_token_seconds": _token_seconds(self._control.transfer if self._control else None),
+            "cpu_token_seconds": cpu.token_s,
+            "cpu_fixed_seconds": cpu.fixed_s,
+            "transfer_token_seconds": transfer.token_s,
             "region_fallback_pages": self._regions.scope.fallback_pages,
             "stolen_pages": self._regions.scope.stolen_pages,
             "flushed_pages": self._regions.windows.flushed_pages,
@@ -196,7 +202,3 @@ class StepMetrics:
             if total > self._exported[name]:
                 self._counters[name].inc(total - self._exported[name])
                 self._exported[name] = total
-
-
-def _token_seconds(line: Line | None) -> float:
-    return 0.0 if line is None else line.token_s

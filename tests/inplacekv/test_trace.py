@@ -102,7 +102,7 @@ def full(path: Path) -> TraceWriter:
 
 def test_nothing_is_collected_for_a_trace_that_has_ended(tmp_path: Path) -> None:
     sim = Simulation(share=0.0, device_pages=4, host_pages=4, seed=1)
-    metrics = StepMetrics(sim.regions, None, full(tmp_path / "trace"))
+    metrics = StepMetrics(sim.regions, None, mock.Mock(), full(tmp_path / "trace"))
     with mock.patch.object(TraceWriter, "begin", autospec=True, side_effect=TraceWriter.begin) as begun:
         for _ in range(_BUFFERED_STEPS + 9):
             metrics.observe_device_decode([], time.perf_counter())
