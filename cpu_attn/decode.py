@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cpu_attn.library import default_threads, library
+from cpu_attn.library import check_threads, default_threads, library
 from cpu_attn.paged import FLOAT_DTYPES, PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
 
 if TYPE_CHECKING:
@@ -69,9 +69,8 @@ class DecodeArguments:
             if threads is not None:
                 raise ValueError("threads cannot be given with an executor, which has its own")
             return executor.submit_arguments(self).wait(EXECUTOR_WAIT_S)
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, is {threads}")
-        library().decode(*self.handles(), threads or default_threads())
+        threads = default_threads() if threads is None else check_threads(threads)
+        library().decode(*self.handles(), threads)
         return self.out, self.lse
 
 

@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_attn.decode import DecodeArguments, check_kind
-from cpu_attn.library import default_threads, library
+from cpu_attn.library import check_threads, default_threads, library
 from cpu_attn.paged import PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
 
 # How long a wait stays in C++ before Python may handle a signal.
@@ -24,11 +24,16 @@ MAX_SPIN_S = 1.0
 class Job:
     """Something submitted to an Executor."""
 
-    def __init__(self, handle: Any, what: str, result: Any, kept: Any) -> None:
-        self._handle = handle
+    def __init__(self, what: str, result: Any, kept: Any) -> None:
+        self._handle: Any = None  # until it is queued
         self._what = what
         self._result = result
         self._kept = kept  # tensors the job reads or writes
+
+    @property
+    def queued(self) -> bool:
+        """Whether submitting it went through: an interrupt may come in between."""
+        return self._handle is not None
 
     def done(self) -> bool:
         """Return whether the job has ended, well or with an error."""
@@ -95,8 +100,7 @@ class Executor:
         cores = [] if cores is None else list(cores)
         if threads is None:
             threads = len(cores) or default_threads()
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, is {threads}")
+        check_threads(threads)
         if cores and (len(cores) != threads or len(set(cores)) != threads):
             raise ValueError(f"{threads} threads need as many different cores, got {cores}")
         if not 0.0 <= spin_s <= MAX_SPIN_S:
@@ -108,6 +112,7 @@ class Executor:
         self.cores = tuple(cores)
         self.name = f"cpu_attn executor {next(self._numbers)}"
         self._handle = library().executor_new(threads, tuple(cores), float(spin_s))
+        self._owner = os.getpid()
         self._lock = threading.Lock()  # submitters may be several threads
         self._pending: deque[Job] = deque()
         # _pending goes along: its tensors must outlive the job that is running.
@@ -147,8 +152,8 @@ class Executor:
         return self.submit_arguments(DecodeArguments.check(q, kv, table, scale, out, lse))
 
     def submit_arguments(self, arguments: DecodeArguments) -> Job:
-        handle = library().submit_decode(self._handle, *arguments.handles())
-        return self._track(handle, arguments.what, (arguments.out, arguments.lse), arguments)
+        job = Job(f"{arguments.what} on {self.name}", (arguments.out, arguments.lse), arguments)
+        return self._submit(job, library().submit_decode, *arguments.handles())
 
     def submit_first_touch(self, buffer: Tensor) -> Job:
         """Queue writing one zero byte to each 4 KiB of `buffer` ([bytes] uint8, contiguous).
@@ -158,8 +163,8 @@ class Executor:
         """
         check_cpu("buffer", buffer, (torch.uint8,), 1)
         check_last_dim("buffer", buffer)
-        handle = library().submit_first_touch(self._handle, buffer)
-        return self._track(handle, f"first touch of {len(buffer)} bytes", None, buffer)
+        job = Job(f"first touch of {len(buffer)} bytes on {self.name}", None, buffer)
+        return self._submit(job, library().submit_first_touch, buffer)
 
     def submit_copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Job:
         """Queue dst.copy_(src) for each (dst, src), shared out over the team by bytes.
@@ -180,28 +185,46 @@ class Executor:
             check_last_dim(f"src {index}", src)
             if dst.numel():
                 lib.copy_add(copies, dst.detach(), src.detach())
-        handle = lib.submit_copy(self._handle, copies)
-        return self._track(handle, f"copy of {len(pairs)} tensors", None, tuple(pairs))
+        job = Job(f"copy of {len(pairs)} tensors on {self.name}", None, tuple(pairs))
+        return self._submit(job, lib.submit_copy, copies)
 
     def submit_read(self, buffer: Tensor) -> Job:
         """Queue reading `buffer` ([bytes] uint8, contiguous) once, for the bandwidth probe."""
         check_cpu("buffer", buffer, (torch.uint8,), 1)
         check_last_dim("buffer", buffer)
-        handle = library().submit_read(self._handle, buffer)
-        return self._track(handle, f"read of {len(buffer)} bytes", None, buffer)
+        job = Job(f"read of {len(buffer)} bytes on {self.name}", None, buffer)
+        return self._submit(job, library().submit_read, buffer)
 
     def submit_multiply(self, rounds: int) -> Job:
         """Queue `rounds` rounds of products in registers on every thread, for the FLOP/s probe."""
-        handle = library().submit_multiply(self._handle, rounds)
-        return self._track(handle, f"{rounds} rounds of products", None, None)
+        job = Job(f"{rounds} rounds of products on {self.name}", None, None)
+        return self._submit(job, library().submit_multiply, rounds)
 
-    def _track(self, handle: Any, what: str, result: Any, kept: Any) -> Job:
-        job = Job(handle, f"{what} on {self.name}", result, kept)
+    def _submit(self, job: Job, queue: Callable[..., Any], *arguments: Any) -> Job:
+        """Kept before it is queued: an interrupt in between must not free what the team writes."""
+        # Another thread may have held the lock when a child was forked.
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"{self.name} belongs to process {self._owner}, not to its forked child")
         with self._lock:
-            while self._pending and self._pending[0].done():
-                self._pending.popleft()
+            self._drop_done()
             self._pending.append(job)
+            try:
+                job._handle = queue(self._handle, *arguments)
+            except Exception:  # refused, and surely not queued
+                self._pending.remove(job)
+                raise
         return job
+
+    def _drop_done(self) -> None:
+        """Jobs run in order, so what came before one that is done is done too, queued for all we know or not."""
+        done = 0
+        for count, job in enumerate(self._pending, 1):
+            if job.queued:
+                if not job.done():
+                    break
+                done = count
+        for _ in range(done):
+            self._pending.popleft()
 
     def close(self) -> None:
         """End the running job, fail the queued ones with RuntimeError, stop the threads."""

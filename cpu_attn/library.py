@@ -89,6 +89,16 @@ def supported_isas() -> list[str]:
     return _supported(library())
 
 
+MAX_THREADS = 1024
+
+
+def check_threads(threads: int) -> int:
+    """`threads`. Raises ValueError where no team has so many."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads must be 1 to {MAX_THREADS}, is {threads}")
+    return threads
+
+
 def default_threads(allowed: Collection[int] | None = None, root: Path = Path("/")) -> int:
     """Return how many of the cores `allowed` (default: the affinity) this process may keep busy, at least 1.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import cpu_attn
-from sglang_inplacekv.config import ConfigError, parse_size
+from sglang_inplacekv.config import ConfigError, parse_bytes
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.doctor import examine
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
@@ -85,9 +85,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     batches = _numbers("--batch", arguments.batch)
     contexts = _numbers("--context", arguments.context)
     rest_s = _number("--step-ms", arguments.step_ms, 0, 1e6) / 1e3
-    device_bytes = parse_size("--gpu-memory", arguments.gpu_memory)
-    if device_bytes is None:
-        raise ConfigError("--gpu-memory: asked auto, possible is a size such as 4GB")
+    device_bytes = parse_bytes("--gpu-memory", arguments.gpu_memory)
     model = read_model(arguments.model, _number("--page-size", arguments.page_size, *_PAGE_SIZES, int))
     cpu, transfer = _lines(model, arguments)
     print(
@@ -161,9 +159,9 @@ def _trace(arguments: argparse.Namespace) -> int:
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     print(summary(steps))
-    if arguments.out.exists() and arguments.out.samefile(arguments.file):
-        raise ConfigError(f"--out: asked {str(arguments.out)!r}, which is the trace itself")
     try:
+        if arguments.out.exists() and arguments.out.samefile(arguments.file):
+            raise ConfigError(f"--out: asked {str(arguments.out)!r}, which is the trace itself")
         arguments.out.write_text(trace_svg(steps), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: {arguments.out} cannot be written: {error.strerror}") from error

@@ -220,11 +220,14 @@ class InplaceConfig:
 
 def parse_size(option: str, text: str) -> int | None:
     """Bytes, or None for auto. Raises ConfigError naming `option`."""
-    if text.lower() == "auto":
-        return None
+    return None if text.lower() == "auto" else parse_bytes(option, text, "are auto or a size")
+
+
+def parse_bytes(option: str, text: str, possible: str = "is a size") -> int:
+    """Raises ConfigError naming `option` and what is `possible`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.lower())
     if not match or match.group(2) not in _UNITS:
-        raise ConfigError(f"{option}: asked {text!r}, possible are auto or a size such as 512MB, 96GB, 4GiB")
+        raise ConfigError(f"{option}: asked {text!r}, possible {possible} such as 512MB, 96GB, 4GiB")
     return int(Decimal(match.group(1)) * _UNITS[match.group(2)])
 
 

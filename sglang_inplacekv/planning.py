@@ -69,7 +69,11 @@ def read_model(folder: Path, page_size: int) -> ModelKV:
 def _load(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"--model: {path}: {error.strerror}; possible is a folder with a config.json"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {path} cannot be read as JSON: {type(error).__name__}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--model: {path} holds a {type(config).__name__}, possible is an object")
@@ -79,7 +83,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if type(value) is not int or not 1 <= value <= _MOST:
-        raise _refused(f"{name} {str(value)[:40]}", f"a whole number from 1 to {_MOST}")
+        raise _refused(f"{name} {repr(value)[:40]}", f"a whole number from 1 to {_MOST}")
     return value
 
 
@@ -87,6 +91,8 @@ def _check_layers(config: Mapping[str, Any]) -> None:
     kinds = config.get("layer_types")
     others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
     window = config.get("sliding_window") and config.get("use_sliding_window") is not False
+    if inner_cap := config.get("attn_logit_softcapping"):
+        raise _refused(f"attn_logit_softcapping {str(inner_cap)[:40]}", "none")
     if others or window:
         found = f"layers of {', '.join(sorted(others))}" if others else "a sliding window"
         raise _refused(found, "full attention in every layer")

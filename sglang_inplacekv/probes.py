@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import tempfile
@@ -32,6 +31,7 @@ from sglang_inplacekv.topology import cpu_model
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+_MOST = 1e15  # bytes a second, or seconds
 _GIB = 2**30
 _TURN_S = 30.0  # more than a dozen servers take one after the other
 _POLL_S = 0.05
@@ -209,12 +209,17 @@ def _load(path: Path, key: Mapping[str, Any]) -> HostRates | None:
         teams = tuple(TeamRates(**each) for each in data["teams"])
         link = data["link_bytes_s"]
         rates: list[Any] = [rate for each in teams for rate in (each.read_bytes_s, each.hand_over_s)]
-        rates += [] if key["model"] is None else [each.token_s for each in teams]
-        rates += [] if key["gpu"] is None else [link]
+        tokens, measured = (
+            [each.token_s for each in teams],
+            [key["model"] is not None, key["gpu"] is not None],
+        )
+        rates += [*(tokens if measured[0] else ()), *([link] if measured[1] else ())]
+        others = [*(() if measured[0] else tokens), *(() if measured[1] else [link])]
         threads, possible = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
         if (
             not teams
             or not all(map(_is_rate, rates))
+            or any(other is not None for other in others)
             or not all(type(n) is int and n in possible for n in threads)
         ):
             raise ValueError("its numbers are no rates of this host")
@@ -227,7 +232,7 @@ def _load(path: Path, key: Mapping[str, Any]) -> HostRates | None:
 
 
 def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < _MOST
 
 
 def _make(folder: Path) -> None:

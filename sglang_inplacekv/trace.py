@@ -45,7 +45,7 @@ class TracedStep:
 
 
 _TYPES = {field.name: int if field.type == "int" else float for field in fields(TracedStep)}
-_FIRST_BYTES = f'{{"{next(iter(_TYPES))}":'.encode()
+_LINE_BYTES = 4096  # more than a line has
 
 
 class TraceWriter:
@@ -126,7 +126,9 @@ def check_path(path: Path) -> None:
         if path.is_file():
             with path.open("rb") as existing:
                 _lock(existing.fileno(), fcntl.LOCK_SH)
-                if existing.read(len(_FIRST_BYTES)) not in (b"", _FIRST_BYTES):
+                first = existing.readline(_LINE_BYTES)
+                # A training log may well begin with {"step": too.
+                if first and isinstance(_parse(first), str):
                     raise _refusal(path, "it exists and is no trace")
         elif path.exists():
             raise _refusal(path, "it is no regular file")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from cpu_attn import Executor, PagedKV, PageTable, isa, paged_decode, read_probe_gbps
-from cpu_attn.library import select_isa
+from cpu_attn.executor import Job
+from cpu_attn.library import library, select_isa
 from tests.cpu_attn.reference import Case, int32, make_case
 
 WAIT_S = 60.0
@@ -106,6 +107,27 @@ def test_tensors_live_until_the_job_has_ended(executor: Executor, slow_case: Cas
     assert gone() is None
 
 
+def test_an_interrupt_right_after_queueing_frees_nothing(executor: Executor, slow_case: Case) -> None:
+    executor.submit_paged_decode(slow_case.q, slow_case.kv, slow_case.table, 1.0)
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
+    gone = weakref.ref(buffer)
+
+    def interrupted(*arguments: object) -> None:
+        library().submit_first_touch(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        executor._submit(Job("interrupted", None, buffer), interrupted, buffer)
+    last = executor.submit_first_touch(torch.zeros(1, dtype=torch.uint8))
+    del buffer
+    gc.collect()
+    assert last.done() or gone() is not None
+    last.wait(WAIT_S)
+    executor.submit_first_touch(torch.zeros(1, dtype=torch.uint8)).wait(WAIT_S)
+    gc.collect()
+    assert gone() is None, "what came before a job that is done is done"
+
+
 def test_close_fails_what_is_queued(slow_case: Case) -> None:
     team = Executor(1)
     running = team.submit_paged_decode(slow_case.q, slow_case.kv, slow_case.table, 1.0)
@@ -171,10 +193,18 @@ def test_pinned_cores() -> None:
     assert os.sched_getaffinity(0) >= set(cores)
 
 
+def empty_kv() -> tuple[PagedKV, PageTable]:
+    page = torch.zeros(1, 16, 2, 64)
+    return PagedKV([(page, page)]), PageTable(int32([]), int32([]), int32([0]), int32([]))
+
+
 def test_bad_teams() -> None:
     core = min(os.sched_getaffinity(0))
-    with pytest.raises(ValueError, match="at least 1"):
-        Executor(0)
+    for threads in (0, 1025, 2**31, 2**32, 2**32 + 1, 2**63):
+        with pytest.raises(ValueError, match="threads must be 1 to 1024"):
+            Executor(threads)
+        with pytest.raises(ValueError, match="threads must be 1 to 1024"):
+            paged_decode(torch.zeros(0, 2, 64), *empty_kv(), 1.0, threads=threads)
     with pytest.raises(ValueError, match="different cores"):
         Executor(2, cores=[core, core])
     with pytest.raises(ValueError, match="outside the affinity"):

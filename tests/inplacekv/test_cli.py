@@ -137,7 +137,7 @@ def test_doctor_on_topology() -> None:
     [
         (
             ["--model", "/nowhere", *RATES],
-            "--model: /nowhere/config.json cannot be read as JSON: FileNotFoundError",
+            "--model: /nowhere/config.json: No such file or directory; possible is a folder with a config.json",
         ),
         (
             ["--cpu-gbps", "-1", "--link-gbps", "1"],
@@ -151,7 +151,13 @@ def test_doctor_on_topology() -> None:
         (["--context", "8k", *RATES], "--context: asked '8k', possible is a whole number from 1 to 1e+09"),
         (["--batch", "4,", *RATES], "--batch: asked '', possible is a whole number from 1 to 1e+09"),
         (["--step-ms", "inf", *RATES], "--step-ms: asked 'inf', possible is a number from 0 to 1e+06"),
-        (["--gpu-memory", "auto", *RATES], "--gpu-memory: asked auto, possible is a size such as 4GB"),
+        *[
+            (
+                ["--gpu-memory", text, *RATES],
+                f"--gpu-memory: asked {text!r}, possible is a size such as 512MB",
+            )
+            for text in ("auto", "4096tok")
+        ],
     ],
 )
 def test_bad_input_gets_one_line(
@@ -175,7 +181,8 @@ def test_no_link_to_measure(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("\xff", "cannot be read as JSON"),
         ("[]", "holds a list, possible is an object"),
         (GQA | {"num_attention_heads": None}, "has num_attention_heads None"),
-        (GQA | {"num_attention_heads": "4"}, "has num_attention_heads 4, possible is a whole number"),
+        (GQA | {"num_attention_heads": "4"}, "has num_attention_heads '4', possible is a whole number"),
+        (GQA | {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0, possible is none"),
         (GQA | {"num_hidden_layers": 0}, "has num_hidden_layers 0"),
         (GQA | {"head_dim": True}, "has head_dim True"),
         (GQA | {"head_dim": -128}, "has head_dim -128"),

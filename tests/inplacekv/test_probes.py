@@ -238,6 +238,9 @@ def _change(path: Path, **values: object) -> None:
         lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"token_s": None}]),
         lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"read_bytes_s": float("nan")}]),
         lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"hand_over_s": -1}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"hand_over_s": 10**400}]),
+        lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"read_bytes_s": 1e300}]),
+        lambda path: _change(path, link_bytes_s="x"),
         lambda path: (path.unlink(), path.mkdir()),
     ],
 )

@@ -141,10 +141,11 @@ def test_an_earlier_trace_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     path = written(tmp_path / "trace", steps=9)
     written(path, steps=2)
     assert len(read_trace(path)[0]) == 2
-    path.write_text("dear diary")
-    with pytest.raises(ConfigError, match="it exists and is no trace"):
-        TraceWriter(path)
-    assert path.read_text() == "dear diary"
+    for text in ("dear diary", '{"step": 1, "loss": 2.31}\n', '{"step":1,"loss":2.31}\n'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="it exists and is no trace"):
+            TraceWriter(path)
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
