@@ -154,7 +154,7 @@ def test_doctor_on_topology() -> None:
         *[
             (
                 ["--gpu-memory", text, *RATES],
-                f"--gpu-memory: asked {text!r}, possible is a size such as 512MB",
+                f"--gpu-memory: asked {text!r}, possible is a size such as 512MB, 96GB, 4GiB",
             )
             for text in ("auto", "4096tok")
         ],
