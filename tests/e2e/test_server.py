@@ -60,7 +60,8 @@ ENVIRONMENT = ONE_THREAD | {
 REGIONS = ("D", "C", "T", "window")
 METRICS = {
     *(f'tokens{{region="{region}"}}' for region in REGIONS),
-    *("share_target", "share_effective", "cpu_token_seconds", "transfer_token_seconds"),
+    *("share_target", "share_effective", "cpu_token_seconds", "cpu_fixed_seconds", "transfer_token_seconds"),
+    *("waiting_requests", "queued_requests", "spilled_requests"),
     *("region_fallback_pages", "stolen_pages", "flushed_pages", "device_evicted_tokens"),
 }
 COUNTERS = {
