@@ -9,6 +9,7 @@
 
 #include "cpu_attn/kernel_states.h"
 #include "cpu_attn/kernel_tiles.h"
+#include "cpu_attn/token_rows.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -37,30 +38,19 @@ struct Turn {
 
 void find_turn(const Work& work, int begin, Turn& turn) {
   const Shape& shape = work.shape;
-  const int left = work.segment.end - begin;
-  const int count = left < kBlockTokens ? left : kBlockTokens;
-  turn.first.count = count > 0 ? count : 0;
+  turn.first.count = walk_rows(shape, work.regions, work.segment, begin, kBlockTokens,
+                               [&](int t, const Region& r, const char* k, const char* v) {
+                                 turn.first.k[t] = k;
+                                 turn.first.v[t] = v;
+                                 turn.k_head[t] = r.k_head;
+                                 turn.v_head[t] = r.v_head;
+                               });
   turn.by_token = false;
-  if (count <= 0) return;
-  const Entry* entry = work.segment.entries + begin / shape.page_size;
-  int offset = begin % shape.page_size;
-  const Region& front = work.regions[entry->region];
+  if (turn.first.count == 0) return;
+  const Region& front = work.regions[work.segment.entries[begin / shape.page_size].region];
   const int64_t row_bytes = shape.head_dim * dtype_bytes(shape.kv_dtype);
   turn.by_token = front.k_head < front.k_token &&
                   2 * kBlockTokens * shape.kv_heads * row_bytes <= kTurnCacheBytes;
-  for (int t = 0; t < count; ++entry, offset = 0) {
-    const Region& r = work.regions[entry->region];
-    const char* k = r.k + entry->page * r.k_page + offset * r.k_token;
-    const char* v = r.v + entry->page * r.v_page + offset * r.v_token;
-    const int run = shape.page_size - offset;
-    const int stop = run < count - t ? t + run : count;
-    for (; t < stop; ++t, k += r.k_token, v += r.v_token) {
-      turn.first.k[t] = k;
-      turn.first.v[t] = v;
-      turn.k_head[t] = r.k_head;
-      turn.v_head[t] = r.v_head;
-    }
-  }
 }
 
 void rows_of_head(const Turn& turn, int head, Rows& rows) {

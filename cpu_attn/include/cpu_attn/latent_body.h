@@ -8,9 +8,10 @@
 // second-level cache twice, for any number of heads.
 #pragma once
 
+#include "cpu_attn/fetch_ahead.h"
 #include "cpu_attn/kernel_states.h"
 #include "cpu_attn/kernel_tiles.h"
-#include "cpu_attn/latent_rows.h"
+#include "cpu_attn/token_rows.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -35,7 +36,8 @@ struct LatentTurn {
 
 void find_latent_turn(const Shape& shape, const Region* regions, const Segment& segment, int begin,
                       LatentTurn& turn) {
-  const int count = find_latent_rows(shape, regions, segment, begin, kBlockTokens, turn.all.k);
+  const auto put = [&](int t, const Region&, const char* row, const char*) { turn.all.k[t] = row; };
+  const int count = walk_rows(shape, regions, segment, begin, kBlockTokens, put);
   turn.all.count = count;
   for (int i = 0; i < kTiles; ++i) {
     Rows& tile = turn.tiles[i];

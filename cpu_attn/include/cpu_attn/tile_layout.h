@@ -7,8 +7,9 @@
 
 #include <cstring>
 
+#include "cpu_attn/fetch_ahead.h"
 #include "cpu_attn/kernel_base.h"
-#include "cpu_attn/latent_rows.h"
+#include "cpu_attn/token_rows.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -94,26 +95,17 @@ template <bool kLatent>
 void find_tile_turn(const Shape& shape, const Region* regions, const Segment& segment, int begin,
                     int head, TileTurn& turn) {
   alignas(64) static const char zeros[kMaxHeadDim * 2] = {};
+  // Values follow the keys at once, so that they are fetched in one run.
   const int left = segment.end - begin;
-  const int count = left < kTurnTokens ? left : kTurnTokens;
-  turn.count = count > 0 ? count : 0;
+  const int after = left < kTurnTokens ? left : kTurnTokens;
+  turn.count = walk_rows(shape, regions, segment, begin, kTurnTokens,
+                         [&](int t, const Region& r, const char* k, const char* v) {
+                           turn.rows[t] = k + head * r.k_head;
+                           if (!kLatent) turn.rows[after + t] = v + head * r.v_head;
+                         });
   turn.first_value = kLatent ? 0 : turn.count;
   turn.fetched = kLatent ? turn.count : 2 * turn.count;
-  if (count <= 0) return;
-  const Entry* entry = segment.entries + begin / shape.page_size;
-  int offset = begin % shape.page_size;
-  for (int t = 0; t < count; ++entry, offset = 0) {
-    const Region& r = regions[entry->region];
-    const char* k = r.k + entry->page * r.k_page + offset * r.k_token + head * r.k_head;
-    const char* v = r.v + entry->page * r.v_page + offset * r.v_token + head * r.v_head;
-    const int run = shape.page_size - offset;
-    const int stop = run < count - t ? t + run : count;
-    for (; t < stop; ++t, k += r.k_token, v += r.v_token) {
-      turn.rows[t] = k;
-      if (!kLatent) turn.rows[count + t] = v;
-    }
-  }
-  for (int t = count; t % kChunk != 0; ++t) turn.rows[turn.first_value + t] = zeros;
+  for (int t = turn.count; t % kChunk != 0; ++t) turn.rows[turn.first_value + t] = zeros;
 }
 
 void transpose(__m512i (&r)[16]) {
