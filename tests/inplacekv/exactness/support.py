@@ -19,7 +19,7 @@ from sglang_inplacekv.executors.tile_stream import plan_tiles
 from sglang_inplacekv.layout import ROLE_TRANSFER
 from sglang_inplacekv.models import checkpoint_path, long_text, make_tiny, prepare_smollm2
 from sglang_inplacekv.queues import WorkQueue
-from tests.harness import Handle, Result, Runner
+from tests.harness import Handle, Result, Runner, compare
 
 PAGE, CHUNK, NEW_TOKENS = 16, 64, 32
 TOLERANCE = 1e-4
@@ -78,6 +78,15 @@ def first_tokens(result: Result, count: int) -> Result:
         result.prompt_logprobs,
         result.finish_reason,
         result.cached_tokens,
+    )
+
+
+def compare_first_tokens(expected: list[Result], handles: list[Handle], wanted: list[int]) -> None:
+    """Each handle's result with as many tokens of what is expected as it was asked for."""
+    compare(
+        [first_tokens(result, count) for result, count in zip(expected, wanted)],
+        [handle.result() for handle in handles],
+        tolerance=TOLERANCE,
     )
 
 

@@ -19,6 +19,7 @@ from tests.inplacekv.exactness.support import (
     PAGE,
     TOLERANCE,
     assert_all_returned,
+    compare_first_tokens,
     first_tokens,
     page_ids,
     prompts,
@@ -62,11 +63,7 @@ def test_a_mix_is_answered_as_by_stock(policy, share, radix):
             for i, (prompt, n) in enumerate(zip(batch, wanted))
         ]
         runner.run_until_idle()
-        compare(
-            [first_tokens(result, n) for result, n in zip(expected, wanted)],
-            [handle.result() for handle in handles],
-            tolerance=TOLERANCE,
-        )
+        compare_first_tokens(expected, handles, wanted)
         gate = runner.kv_pool.gate
         assert gate.waiting_requests == 0
         if policy != "spill":
@@ -110,11 +107,7 @@ def test_as_many_run_as_d_holds_to_the_page(spare_pages, at_once, chunk, radix):
     with server("qwen3_moe", share=0.37, device_tokens=(12 + spare_pages) * PAGE, **args) as runner:
         handles = [runner.submit(prompt, max_new_tokens=n) for prompt, n in zip(batch, wanted)]
         assert run_watching(runner, handles) == (at_once, 0)
-        compare(
-            [first_tokens(result, n) for result, n in zip(expected, wanted)],
-            [handle.result() for handle in handles],
-            tolerance=TOLERANCE,
-        )
+        compare_first_tokens(expected, handles, wanted)
 
 
 @pytest.mark.parametrize("policy", ADMISSIONS)
