@@ -12,6 +12,7 @@
 // would not round: three products instead of one, where memory is what the time goes to.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "cpu_attn/dispatch.h"
@@ -71,22 +72,27 @@ void score_turn(const TileShape& s, const RowTile* rows, int tiles, const char* 
     }
 }
 
-// sums += weights . values over one chunk, in tiles 0 to N - 1. A product waits for the one before
-// it on its sums, so the tiles take turns.
-template <class Tiles, int N>
-void sum_chunk(const char* weights, const char* values) {
-  for (int part = 0; part < kParts; ++part, weights += kTileBytes) {
-    Tiles::template load<4>(weights, kRowBytes);
-    Tiles::template load<5>(values, kRowBytes);
-    Tiles::template multiply<0, 4, 5>();
-    Tiles::template load<6>(values + kTileBytes, kRowBytes);
-    Tiles::template multiply<1, 4, 6>();
-    if constexpr (N > 2) {
-      Tiles::template load<7>(values + 2 * kTileBytes, kRowBytes);
-      Tiles::template multiply<2, 4, 7>();
-      Tiles::template load<5>(values + 3 * kTileBytes, kRowBytes);
-      Tiles::template multiply<3, 4, 5>();
-    }
+// sums += weights . values over one chunk, in tiles 0 to N - 1. All parts of a weight are held, so
+// that values are loaded once; between(column) runs beside the products of each tile of columns.
+template <class Tiles, int N, class Between>
+void sum_chunk(const char* weights, const char* values, const Between& between) {
+  Tiles::template load<4>(weights, kRowBytes);
+  Tiles::template load<5>(weights + kTileBytes, kRowBytes);
+  Tiles::template load<6>(weights + 2 * kTileBytes, kRowBytes);
+  static_assert(kParts == 3, "one tile for each part");
+  const auto add = [&](auto column) {
+    constexpr int kColumn = decltype(column)::value;
+    Tiles::template load<7>(values + kColumn * kTileBytes, kRowBytes);
+    Tiles::template multiply<kColumn, 4, 7>();
+    Tiles::template multiply<kColumn, 5, 7>();
+    between(kColumn);
+    Tiles::template multiply<kColumn, 6, 7>();
+  };
+  add(std::integral_constant<int, 0>());
+  add(std::integral_constant<int, 1>());
+  if constexpr (N > 2) {
+    add(std::integral_constant<int, 2>());
+    add(std::integral_constant<int, 3>());
   }
 }
 
@@ -111,16 +117,19 @@ void sum_columns(const TileScratch& at, const TileTurn& turn, int lanes, int beg
   const int chunks = (turn.count + kChunk - 1) / kChunk;
   char *values = at.values, *next = values + kSumTiles * kTileBytes;
   float *sums = at.sums, *before = sums + kSumTiles * kTileFloats;
-  pair_values<N>(turn, begin, 0, values);
+  pair_values<N>(turn, begin, 0, 0, kTileRows, values);
   for (int c = begin; c < end; c += N) {
     Tiles::template zero<N>();
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (chunk + 1 < chunks)
-        pair_values<N>(turn, c, chunk + 1, next);
-      else if (c + N < end)
-        pair_values<N>(turn, c + N, 0, next);
+      // The next chunk of these columns, else the first of the next columns.
+      const bool here = chunk + 1 < chunks;
+      const int next_c = here ? c : c + N, next_chunk = here ? chunk + 1 : 0;
       if (ahead != nullptr) ahead->fetch();
-      sum_chunk<Tiles, N>(at.weights + chunk * kParts * kTileBytes, values);
+      sum_chunk<Tiles, N>(at.weights + chunk * kParts * kTileBytes, values, [&](int column) {
+        constexpr int kRows = kTileRows / N;
+        if (next_c < end)
+          pair_values<N>(turn, next_c, next_chunk, column * kRows, (column + 1) * kRows, next);
+      });
       std::swap(values, next);
     }
     Tiles::template store<0>(sums, kRowBytes);
@@ -181,7 +190,7 @@ void accumulate_tiles(const Shape& shape, const Region* regions, const Segment& 
 }
 
 // Tiles have 16 lanes: with fewer query heads to a KV head AVX-512 is as fast.
-constexpr int kLeastHeads = 9;
+constexpr int kLeastHeads = 8;
 
 template <bool kLatent>
 bool uses_tiles(const Shape& shape) {

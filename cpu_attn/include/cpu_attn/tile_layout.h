@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kTileBytes = 1024;
 constexpr int kTileFloats = kTileBytes / 4;
+constexpr int kTileRows = 16;
 constexpr int kRowBytes = 64;  // of a tile
 constexpr int kChunk = 32;     // tokens of a weights tile
 constexpr int kTurnTokens = 128;
@@ -176,11 +177,12 @@ RowTile find_row_tile(const Shape& shape, const TileShape& s, const TileTurn& tu
   return {staged, bytes};
 }
 
-// N tiles of B from tile c of the columns on: tokens 2i and 2i + 1 of the chunk become row i.
+// Rows [first, last) of N tiles of B, which begin with tile c of the columns: tokens 2i and 2i + 1
+// of the chunk become row i.
 template <int N>
-void pair_values(const TileTurn& turn, int c, int chunk, char* tiles) {
+void pair_values(const TileTurn& turn, int c, int chunk, int first, int last, char* tiles) {
   const char* const* rows = turn.values() + chunk * kChunk;
-  for (int i = 0; i < 16; ++i)
+  for (int i = first; i < last; ++i)
     for (int n = 0; n < N; n += 2) {
       const __m512i even = _mm512_loadu_si512(rows[2 * i] + (c + n) * 32);
       const __m512i odd = _mm512_loadu_si512(rows[2 * i + 1] + (c + n) * 32);
