@@ -137,10 +137,13 @@ class ScopeDecoder(Decoder):
         costs.cpu_tokens += layers * computed
         costs.transfer_s += layers * link_s
         costs.transfer_tokens += layers * streamed
-        costs.exposed_s += layers * (layer_s - cpu_s - besides_s)
+        if link_s > cpu_s + besides_s:
+            # Attention over P begins to wait where the hand-over begins.
+            costs.exposed_s += layers * (link_s - besides_s + self._fixed_s)
         if computed:
             costs.between_s += layers * (layer_s - cpu_s)
             costs.betweens += layers
+            costs.answers += layers
         return scope.compute_pages * PAGE_TOKENS, stolen * PAGE_TOKENS, streamed
 
 

@@ -87,9 +87,9 @@ class StepTrace:
         """Note when each job of the CPU team is submitted: no profiler sees its threads."""
         submit = cpu_attn.Executor.submit_arguments
 
-        def noted(executor, arguments):
+        def noted(executor, arguments, signal=None):
             started_ns = time.perf_counter_ns()
-            job = submit(executor, arguments)
+            job = submit(executor, arguments, signal)
             if len(self._anchors_ns) == 2:
                 self._jobs.append((started_ns, job))
             return job

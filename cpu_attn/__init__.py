@@ -5,7 +5,7 @@ is loaded on first use, so importing this package never fails for want of it.
 """
 
 from cpu_attn.decode import DecodeArguments, paged_decode, paged_mla_decode
-from cpu_attn.executor import Executor, Job
+from cpu_attn.executor import Executor, Job, Signal
 from cpu_attn.library import default_threads, isa, supported_isas
 from cpu_attn.paged import (
     LATENT_WIDTHS,
@@ -26,6 +26,7 @@ __all__ = [
     "PageTable",
     "PagedKV",
     "PagedLatent",
+    "Signal",
     "default_threads",
     "hand_over_seconds",
     "isa",

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,26 @@ from cpu_attn.paged import PagedKV, PagedLatent, PageTable, check_cpu, check_las
 # How long a wait stays in C++ before Python may handle a signal.
 SIGNAL_SLICE_S = 0.1
 MAX_SPIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A job's end, for whoever cannot wait for it, such as a GPU.
+
+    When the job has written its results, or has failed, `flag` ([1] int32, CPU) becomes `value`. Values
+    count up from job to job, and past 2**31 - 1 go on at -2**31; a flag never goes back to an earlier one.
+    """
+
+    flag: Tensor
+    value: int
+
+    def __post_init__(self) -> None:
+        check_cpu("flag", self.flag, (torch.int32,), 1)
+        if len(self.flag) != 1 or not -(2**31) <= self.value < 2**31:
+            raise ValueError(f"a signal is one int32, got {len(self.flag)} and value {self.value}")
+
+
+_NO_FLAG = torch.empty(0, dtype=torch.int32)
 
 
 class Job:
@@ -151,9 +172,12 @@ class Executor:
         check_kind(kv, PagedLatent)
         return self.submit_arguments(DecodeArguments.check(q, kv, table, scale, out, lse))
 
-    def submit_arguments(self, arguments: DecodeArguments) -> Job:
-        job = Job(f"{arguments.what} on {self.name}", (arguments.out, arguments.lse), arguments)
-        return self._submit(job, library().submit_decode, *arguments.handles())
+    def submit_arguments(self, arguments: DecodeArguments, signal: Signal | None = None) -> Job:
+        """Queue the decode that `arguments` are of. `signal` is raised at its end, and not if this raises."""
+        kept = (arguments, signal)
+        job = Job(f"{arguments.what} on {self.name}", (arguments.out, arguments.lse), kept)
+        flag, value = (_NO_FLAG, 0) if signal is None else (signal.flag, signal.value)
+        return self._submit(job, library().submit_decode, *arguments.handles(), flag, value)
 
     def submit_first_touch(self, buffer: Tensor) -> Job:
         """Queue writing one zero byte to each 4 KiB of `buffer` ([bytes] uint8, contiguous).

@@ -26,12 +26,13 @@ class Costs:
 
     cpu_s: float = 0.0
     cpu_tokens: int = 0
+    answers: int = 0  # of the CPU, one a layer
     between_s: float = 0.0  # from one layer's answer of the CPU to the next layer's, less the CPU's attention
     betweens: int = 0
     transfer_s: float = 0.0
     transfer_tokens: int = 0
     transfer_bytes: int = 0  # a page that requests share crosses once
-    exposed_s: float = 0.0  # what attention stood still for transfers
+    exposed_s: float = 0.0  # what attention over P stood still for transfers, beside the CPU's attention too
 
     @property
     def hidden_s(self) -> float:
@@ -65,7 +66,8 @@ class ShareController:
     """Target share from moving averages of what a token costs on either side."""
 
     def __init__(self, start: float, cpu_fixed_s: float, predicted: tuple[Line, Line] | None = None) -> None:
-        """start: the share until both sides have been measured. cpu_fixed_s: of a layer beside the CPU's attention, likewise.
+        """start: the share until both sides have been measured. cpu_fixed_s: the hand-over to the CPU team and back, of a layer's
+        time beside the CPU's attention what is known before that has been measured.
 
         predicted: lines of CPU and transfer that were measured before; until the steps' own are known they take their place.
         """
@@ -80,10 +82,10 @@ class ShareController:
         if costs.cpu_tokens:
             self._cpu.add(costs.cpu_s / costs.cpu_tokens)
         if costs.betweens:
-            # Waiting for copies may be part of it, or have gone on beside the CPU's attention: it lies between the two.
-            most = costs.between_s / costs.betweens
-            least = most - costs.exposed_s / costs.betweens
-            self._fixed.add(min(max(self.fixed_s, least), most))
+            # Attention over P begins to wait when the CPU gets its part. What it still waits after the CPU's answer is the
+            # link's time, not the layer's.
+            waited_s = (costs.exposed_s - costs.cpu_s) / costs.answers - self._known_fixed_s
+            self._fixed.add(costs.between_s / costs.betweens - max(0.0, waited_s))
         if costs.transfer_tokens:
             self._transfer.add(costs.transfer_s / costs.transfer_tokens)
         worked = (costs.cpu_tokens > 0, costs.transfer_tokens > 0)

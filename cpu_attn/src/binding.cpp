@@ -162,16 +162,20 @@ void executor_close(ExecutorRef executor) {
   guarded([&] { (*executor)->close(); });
 }
 
-JobRef submit(const ExecutorRef& executor, std::function<void(Team&)> work) {
-  return guarded(
-      [&] { return make_handle<JobRef, JobRefObject>((*executor)->submit(std::move(work))); });
+JobRef submit(const ExecutorRef& executor, std::function<void(Team&)> work, Signal signal = {}) {
+  return guarded([&] {
+    return make_handle<JobRef, JobRefObject>((*executor)->submit(std::move(work), signal));
+  });
 }
 
+// flag: [1] int32 to raise to `value` at the end, or [0] for none.
 JobRef submit_decode(ExecutorRef executor, TensorView q, KvRef kv, TableRef table, double scale,
-                     TensorView out, TensorView lse) {
+                     TensorView out, TensorView lse, TensorView flag, int64_t value) {
   return guarded([&] {
     const DecodeCall call = decode_call(q, kv, table, scale, out, lse);
-    return submit(executor, [call](Team& team) { team.decode(call); });
+    Signal signal;
+    if (flag.size(0) > 0) signal = {data_of<int32_t>(flag), static_cast<int32_t>(value)};
+    return submit(executor, [call](Team& team) { team.decode(call); }, signal);
   });
 }
 

@@ -25,8 +25,16 @@ void check_owner(pid_t owner, const char* what) {
 bool Job::in_owner() const { return getpid() == owner_; }
 bool Executor::in_owner() const { return getpid() == owner_; }
 
-Job::Job(std::function<void(Team&)> work, double spin_s)
-    : owner_(getpid()), spin_s_(spin_s), work_(std::move(work)) {}
+void Signal::raise() const {
+  if (at == nullptr) return;
+  int32_t there = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (
+      static_cast<int32_t>(static_cast<uint32_t>(value) - static_cast<uint32_t>(there)) > 0 &&
+      !__atomic_compare_exchange_n(at, &there, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+}
+
+Job::Job(std::function<void(Team&)> work, double spin_s, Signal signal)
+    : owner_(getpid()), spin_s_(spin_s), signal_(signal), work_(std::move(work)) {}
 
 bool Job::wait(double seconds) const {
   check_owner(owner_, "job");
@@ -61,6 +69,7 @@ void Job::run(Team& team) {
 
 void Job::settle(Outcome outcome, std::string message, double seconds) {
   work_ = nullptr;
+  signal_.raise();
   std::lock_guard<std::mutex> lock(mutex_);
   message_ = std::move(message);
   seconds_ = seconds;
@@ -84,9 +93,9 @@ Executor::Executor(int threads, std::vector<int> cores, double spin_s)
 
 Executor::~Executor() { close(); }
 
-std::shared_ptr<Job> Executor::submit(std::function<void(Team&)> work) {
+std::shared_ptr<Job> Executor::submit(std::function<void(Team&)> work, Signal signal) {
   check_owner(owner_, "executor");
-  const std::shared_ptr<Job> job(new Job(std::move(work), spin_s_), DeleteInOwner());
+  const std::shared_ptr<Job> job(new Job(std::move(work), spin_s_, signal), DeleteInOwner());
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) throw std::runtime_error("executor is closed");

@@ -152,6 +152,7 @@ class Executor(ABC):
         now_s = time.perf_counter()
         self._costs.cpu_s += job.seconds
         self._costs.cpu_tokens += self._plan.cpu_tokens
+        self._costs.answers += 1
         if layer:  # the layer before was this forward's
             self._costs.between_s += now_s - self._answered_s - job.seconds
             self._costs.betweens += 1

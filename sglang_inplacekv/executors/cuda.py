@@ -61,6 +61,7 @@ class _Forward:
     replayed: bool
     planned: bool = False
     padded: bool = False
+    answer: tuple[int, cpu_attn.Job] | None = None  # of the CPU, to be collected, and the layer it is for
     gather: PrefixGather | None = None
     tiles: list[PagedCall] = field(default_factory=list)
 
@@ -177,16 +178,10 @@ class CudaExecutor(Executor):
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
         rows, table = forward.plan.tokens, forward.table
-        q, job = q[:rows], None
+        q, arguments = q[:rows], None
         if table is not None:
             into = [part[:rows] for part in hand.to_compute(forward.rows)]
             arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
-            # Before P's part is queued: that takes the host as long as q takes to arrive.
-            hand.await_q()
-            if not forward.padded:
-                hand.clear_padding(forward.rows, rows)
-                forward.padded = True
-            job = self.regions.team.submit_arguments(arguments)
         if forward.in_place:
             self._in_place.run(
                 q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
@@ -195,7 +190,35 @@ class CudaExecutor(Executor):
             self._attend_tiles(layer, q, hand.transferred(rows))
         if forward.tiles:
             forward.stream.read()
-        if job is not None:
+        if arguments is not None:
+            self._compute(layer, hand, arguments)
+
+    def _compute(self, layer: int, hand: HandOver, arguments: cpu_attn.DecodeArguments) -> None:
+        """Let the CPU attend C for this layer, and the GPU wait for it.
+
+        The host returns before the CPU has answered, and queues the next layer meanwhile. That layer's q comes after the
+        answer, so there the answer is collected first; the last layer's is collected at once.
+        """
+        forward = self._forward
+        signal = hand.expect_answer()
+        try:
+            self._collect_answer()
+            hand.await_q()
+            if not forward.padded:
+                hand.clear_padding(forward.rows, forward.plan.tokens)
+                forward.padded = True
+            forward.answer = layer, self.regions.team.submit_arguments(arguments, signal)
+        except BaseException:
+            # Nothing else would wake the GPU, and whoever handles the error may wait for it.
+            hand.give_up(signal)
+            raise
+        if layer == self.regions.shape.layers - 1:
+            self._collect_answer()
+
+    def _collect_answer(self) -> None:
+        forward = self._forward
+        if forward.answer is not None:
+            (layer, job), forward.answer = forward.answer, None
             self._collect(job, layer)
 
     def _attend_tiles(self, layer: int, q: torch.Tensor, into: State) -> None:

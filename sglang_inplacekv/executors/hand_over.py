@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cpu_attn import Signal
 from sglang_inplacekv.executors.merge_kernel import State
+from sglang_inplacekv.executors.stream_wait import wait_for_value
 from sglang_inplacekv.mapped import mapped_tensor
 
 
@@ -15,6 +17,9 @@ class HandOver:
     CPU's, which the GPU reads where the team wrote it, in pinned memory: a copy would queue behind those of the tiles. One set
     is enough: the host writes only after a layer's q has arrived, which the GPU sent after it had merged the layer before, of
     an earlier forward too.
+
+    The GPU waits for the team's answer by itself, on a flag that the team raises. So the host need not come in between: it has
+    queued all of the next layer by then.
     """
 
     def __init__(self, rows: int, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
@@ -26,6 +31,8 @@ class HandOver:
         self._out = torch.zeros(rows, heads, out_dim, dtype=dtype, device="cuda")
         self._lse = torch.zeros(rows, heads, device="cuda")
         self._sent = torch.cuda.Event()
+        self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._answers = 0
 
     def send(self, q: torch.Tensor) -> torch.Tensor:
         """Queue the copy of q and return where it comes to, in pinned memory."""
@@ -37,6 +44,17 @@ class HandOver:
     def await_q(self) -> None:
         """Wait until the q that was sent has arrived."""
         self._sent.synchronize()
+
+    def expect_answer(self) -> Signal:
+        """Make the current stream wait for a job that is given this signal, or for `give_up`. One of them has to come."""
+        self._answers += 1
+        value = (self._answers + 2**31) % 2**32 - 2**31
+        wait_for_value(torch.cuda.current_stream(), self._flag, value)
+        return Signal(self._flag, value)
+
+    def give_up(self, signal: Signal) -> None:
+        """No job will raise `signal`: let the GPU go on, whatever it then reads."""
+        self._flag[0] = signal.value
 
     def transferred(self, rows: int) -> State:
         return self._out[:rows], self._lse[:rows]

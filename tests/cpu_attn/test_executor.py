@@ -8,11 +8,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from cpu_attn import Executor, PagedKV, PageTable, isa, paged_decode, read_probe_gbps
+from cpu_attn import DecodeArguments, Executor, PagedKV, PageTable, Signal, isa, paged_decode, read_probe_gbps
 from cpu_attn.executor import Job
 from cpu_attn.library import library, select_isa
 from tests.cpu_attn.reference import Case, int32, make_case
@@ -291,3 +292,44 @@ def test_fork_and_exit_do_not_hang() -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_signal_is_raised_when_the_results_are_there_and_when_there_will_be_none(executor: Executor) -> None:
+    case, flag = make_case([300]), torch.zeros(1, dtype=torch.int32)
+    good = DecodeArguments.check(case.q, case.kv, case.table, 1.0)
+    bad = PageTable(int32([7]), int32([0]), int32([0, 1]), int32([5]))
+    for value, arguments in enumerate((good, DecodeArguments.check(case.q, case.kv, bad, 1.0), good), 1):
+        job = executor.submit_arguments(arguments, Signal(flag, value))
+        deadline = time.monotonic() + WAIT_S
+        while flag.item() != value:
+            assert time.monotonic() < deadline
+        with pytest.raises(ValueError, match="region 7") if value == 2 else nullcontext():
+            job.wait(WAIT_S)
+
+
+def test_signal_of_a_dropped_job(slow_case: Case) -> None:
+    executor, flag = Executor(1), torch.zeros(1, dtype=torch.int32)
+    arguments = DecodeArguments.check(slow_case.q, slow_case.kv, slow_case.table, 1.0)
+    executor.submit_arguments(arguments)
+    dropped = executor.submit_arguments(arguments, Signal(flag, 1))
+    executor.close()
+    assert flag.item() == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        dropped.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("there", "value", "after"),
+    [(5, 3, 5), (3, 5, 5), (2**31 - 1, -(2**31), -(2**31)), (-(2**31), 2**31 - 1, -(2**31))],
+)
+def test_signal_never_goes_back(executor: Executor, there: int, value: int, after: int) -> None:
+    case, flag = make_case([3]), int32([there])
+    arguments = DecodeArguments.check(case.q, case.kv, case.table, 1.0)
+    executor.submit_arguments(arguments, Signal(flag, value)).wait(WAIT_S)
+    assert flag.item() == after
+
+
+@pytest.mark.parametrize(("flag", "value"), [(int32([0, 0]), 1), (int32([0]), 2**31), (torch.zeros(1), 1)])
+def test_bad_signals(flag: torch.Tensor, value: int) -> None:
+    with pytest.raises(ValueError, match="signal|flag"):
+        Signal(flag, value)

@@ -29,13 +29,14 @@ class Host:
         attention_s = self.cpu.token_s * computed * noise()
         transfer_s = self.transfer.token_s * (tokens - computed) * noise()
         layer_s = max(self.cpu.fixed_s + attention_s, transfer_s)
-        late_s = max(0.0, transfer_s - self.cpu.fixed_s - attention_s)
-        # Of a wait that also goes on beside the CPU's attention, all counts as exposed.
-        exposed_s = late_s + self.beside * min(attention_s, transfer_s) if late_s else 0.0
+        late = transfer_s > self.cpu.fixed_s + attention_s
+        # A wait counts from before the hand-over, also where the copy comes before the answer.
+        exposed_s = transfer_s - self.cpu.fixed_s + CPU.fixed_s if late else self.beside * attention_s
         self.control.observe(
             Costs(
                 cpu_s=LAYERS * attention_s,
                 cpu_tokens=LAYERS * computed,
+                answers=LAYERS if computed else 0,
                 between_s=(LAYERS - 1) * (layer_s - attention_s) if computed else 0.0,
                 betweens=LAYERS - 1 if computed else 0,
                 transfer_s=LAYERS * transfer_s,

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -33,11 +34,19 @@ struct DeleteInOwner {
   }
 };
 
+// Where a job tells its end to whoever cannot wait for it, such as a GPU. Values count up, around
+// the end of their range, and what is there never goes back.
+struct Signal {
+  void raise() const;
+  int32_t* at = nullptr;  // none
+  int32_t value = 0;
+};
+
 class Job {
  public:
   enum class Outcome { kPending, kOk, kInvalid, kFailed };
 
-  Job(std::function<void(Team&)> work, double spin_s);
+  Job(std::function<void(Team&)> work, double spin_s, Signal signal);
   // False on time-out. Throws std::runtime_error in a forked child.
   bool wait(double seconds) const;
   bool done() const;
@@ -54,6 +63,7 @@ class Job {
 
   const pid_t owner_;
   const double spin_s_;
+  const Signal signal_;  // raised when everything is written, however the job ended
   std::function<void(Team&)> work_;
   mutable std::mutex mutex_;
   mutable std::condition_variable finished_;
@@ -73,7 +83,7 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  std::shared_ptr<Job> submit(std::function<void(Team&)> work);
+  std::shared_ptr<Job> submit(std::function<void(Team&)> work, Signal signal = {});
   // Lets the running job end, fails the queued ones, joins the thread. Idempotent.
   void close();
   int threads() const { return threads_; }
