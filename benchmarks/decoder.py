@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,7 +153,7 @@ class LayersDecoder(Decoder):
         super().__init__(layers.regions.scope, cpu_attn.hand_over_seconds(layers.team))
         self.layers = layers
         self._spans: list[Span] = []
-        self._inputs: Sequence[torch.Tensor] = ()
+        self._inputs: tuple[torch.Tensor, ...] = ()
 
     def place(self, shape: Shape) -> None:
         self._spans = self.layers.allocate(shape)
@@ -176,6 +175,6 @@ class LayersDecoder(Decoder):
 
     def _attend(self) -> tuple[int, int, int]:
         plan = self.layers.plan(self._spans)
-        self.layers.step(plan, tuple(self._inputs))
+        self.layers.step(plan, self._inputs)
         read = plan.attended_tokens(PAGE_TOKENS)
         return read["C"], read["stolen"], read["T"]

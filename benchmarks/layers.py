@@ -65,6 +65,10 @@ class Layers:
         self.team = make_team(None, device)
         self.regions = Regions(InplaceConfig(wait_timeout_s=_WAIT_S), self.shape, sizes, self.team, device)
         self.executor = make_executor(self.regions, device)
+        self._pieces: list[torch.cuda.CUDAGraph] = []
+        self._captured_for: tuple[torch.Tensor, ...] = ()
+        if device == "cuda":
+            self.executor.reserve_rows(max_batch)
         self._planner = Planner(self.regions.homes, self.regions.windows, _WAIT_S)
         self._held: list[int] = []
         self._device = device
@@ -135,17 +139,48 @@ class Layers:
         self._held = []
 
     def step(self, plan: StepPlan, inputs: tuple[torch.Tensor, ...]) -> float:
-        """Run one decode step's attention over all layers and return its seconds."""
+        """Run one decode step's attention over all layers and return its seconds. On a GPU under graphs, as a server does."""
+        if self._device == "cuda" and self._captured_for is not inputs:
+            self._pieces, self._captured_for = self._capture(inputs), inputs
         q, *parts, out = inputs
+        executor, scale = self.executor, self.shape.head_dim**-0.5
         synchronize()
         begun_s = time.perf_counter()
-        self.executor.begin_forward(plan)
+        executor.begin_forward(plan, len(q) if self._pieces else None)
         for layer in range(self.shape.layers):
-            self.executor.write_layer(layer, *parts)
-            self.executor.decode(layer, q, self.shape.head_dim**-0.5, out)
-        self.executor.end_forward()
+            if self._pieces:
+                self._pieces[layer].replay()
+                executor.decode_host(layer, q, scale)
+            else:
+                executor.write_layer(layer, *parts)
+                executor.decode(layer, q, scale, out)
+        executor.end_forward()
+        if self._pieces:
+            self._pieces[-1].replay()
         synchronize()
         return time.perf_counter() - begun_s
+
+    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.cuda.CUDAGraph]:
+        """Graphs of the layers, cut at decode_host, which no graph can hold."""
+        q, *parts, out = inputs
+        executor, layers, state = self.executor, self.shape.layers, None
+
+        def run_piece(layer: int) -> None:
+            nonlocal state
+            if layer:
+                executor.decode_merge(state, out)
+            if layer < layers:
+                executor.write_decoded(layer, *parts)
+                state = executor.decode_device(layer, q, self.shape.head_dim**-0.5)
+
+        executor.begin_capture(len(q))
+        for layer in range(layers + 1):  # loads kernels and pays one-time set-up before the capture
+            run_piece(layer)
+        pieces, pool = [torch.cuda.CUDAGraph() for _ in range(layers + 1)], torch.cuda.graph_pool_handle()
+        for layer, piece in enumerate(pieces):
+            with torch.cuda.graph(piece, pool=pool):
+                run_piece(layer)
+        return pieces
 
     def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
         """(q, k, v, out) of one decode step, or (q, latent, out)."""

@@ -41,6 +41,7 @@ class InplaceAttnBackend(AttentionBackend):
         self._on_gpu = pool.on_gpu
         self._last_layer = pool.start_layer + pool.layer_num - 1
         self._capturing = False
+        self._planned = torch.cuda.Event() if pool.on_gpu else None
         # Of the decode step whose graph is about to be replayed.
         self._chosen: list[Span] = []
         self._form: str | None = None
@@ -121,7 +122,13 @@ class InplaceAttnBackend(AttentionBackend):
         if not in_capture and not self.pool.all_in_device(self._chosen):
             raise RuntimeError("a step that holds a host page must not replay a graph over D alone")
         self.pool.begin_device_forward([] if in_capture else self._chosen, is_decode=not in_capture)
+        # FlashInfer's plan leaves through pinned memory, and the next one of the same wrapper overwrites that. Under the
+        # overlapped schedule the GPU is a step behind, and more where other processes use it.
+        if self._planned is not None:
+            self._planned.synchronize()
         self._device.init_forward_metadata_out_graph(forward_batch, in_capture)
+        if self._planned is not None:
+            self._planned.record()
 
     # Layers
 

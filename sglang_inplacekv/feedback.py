@@ -66,9 +66,10 @@ class ShareController:
     """Target share from moving averages of what a token costs on either side."""
 
     def __init__(self, start: float, cpu_fixed_s: float, predicted: tuple[Line, Line] | None = None) -> None:
-        """start: the share until both sides have been measured. cpu_fixed_s: the hand-over to the CPU team and back, of a layer's
-        time beside the CPU's attention what is known before that has been measured.
+        """start: the share until both sides have been measured.
 
+        cpu_fixed_s: the hand-over to the CPU team and back. Of what a layer takes besides the CPU's attention this is known
+        before the rest has been measured.
         predicted: lines of CPU and transfer that were measured before; until the steps' own are known they take their place.
         """
         self.target = self._start = start
