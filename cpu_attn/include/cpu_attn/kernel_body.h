@@ -47,7 +47,7 @@ void find_turn(const Work& work, int begin, Turn& turn) {
                                });
   turn.by_token = false;
   if (turn.first.count == 0) return;
-  const Region& front = work.regions[work.segment.entries[begin / shape.page_size].region];
+  const Region& front = work.regions[work.segment.entries[begin / shape.entry_tokens].region];
   const int64_t row_bytes = shape.head_dim * dtype_bytes(shape.kv_dtype);
   turn.by_token = front.k_head < front.k_token &&
                   2 * kBlockTokens * shape.kv_heads * row_bytes <= kTurnCacheBytes;
