@@ -33,6 +33,9 @@ def parse(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--probe-mib", type=int, default=1024, help="well above the caches")
     parser.add_argument("--max-tokens", type=int, default=65536, help="gqa: batch x length at most")
     parser.add_argument("--no-sdpa", action="store_true", help="gqa: not beside torch")
+    parser.add_argument(
+        "--ggml", action="store_true", help="gqa: beside ggml's too (pip install ggml-python)"
+    )
     parser.add_argument("--max-mla-tokens", type=int, default=262144, help="mla: batch x length at most")
     parser.add_argument("--mla-heads", type=int, default=16, help="mla: query heads, 16 V2-Lite, 128 V3")
     parser.add_argument("--layout-mib", type=int, default=1024, help="layouts: KV in each kind of memory")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cpu_attn.bench_ggml import GgmlAttention
 from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, page_table, random_sets, spread
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedKV
@@ -54,14 +55,17 @@ def as_pages(buffer: Tensor, case: Case) -> PagedKV:
 
 @dataclass
 class Samples:
-    """Seconds of each round; the three are measured in turn, so that drift of a shared host hits all."""
+    """Seconds of each round; all are measured in turn, so that drift of a shared host hits all."""
 
     kernel_s: list[float] = field(default_factory=list)
     probe_s: list[float] = field(default_factory=list)
     sdpa_s: list[float] = field(default_factory=list)
+    ggml_s: list[float] = field(default_factory=list)
 
 
-def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Samples:
+def measure(
+    case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace, ggml: GgmlAttention | None
+) -> Samples:
     """Time `rounds` decodes, each over the next KV set, each beside a probe and an SDPA call."""
     model = case.model
     buffers = random_sets(case.kv_bytes, executor)
@@ -72,16 +76,19 @@ def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.N
     out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     samples = Samples()
     for turn in range(-1, arguments.rounds):
+        # Torch's threads spin for a while when they are done: the probe comes before our own.
+        sdpa_s = [] if arguments.no_sdpa else [time_sdpa(case, buffers[turn % sets], q)]
+        ggml_s = [] if ggml is None else [time_ggml(case, buffers[turn % sets], q, ggml)]
+        read = executor.submit_read(probe)
+        read.wait(WAIT_S)
         kv = layers[turn % sets]
         job = executor.submit_paged_decode(q, kv, table, model.head_dim**-0.5, out=out, lse=lse)
         job.wait(WAIT_S)
-        read = executor.submit_read(probe)
-        read.wait(WAIT_S)
-        sdpa_s = [] if arguments.no_sdpa else [time_sdpa(case, buffers[turn % sets], q)]
         if turn >= 0:  # the first is a warm-up
             samples.kernel_s.append(job.seconds)
             samples.probe_s.append(read.seconds)
             samples.sdpa_s += sdpa_s
+            samples.ggml_s += ggml_s
     return samples
 
 
@@ -96,6 +103,13 @@ def time_sdpa(case: Case, buffer: Tensor, q: Tensor) -> float:
     return time.perf_counter() - start
 
 
+def time_ggml(case: Case, buffer: Tensor, q: Tensor, ggml: GgmlAttention) -> float:
+    """Return seconds of ggml over the same bytes, taken as fp16, its usual format: still random, and of order one."""
+    shape = (case.batch, case.model.kv_heads, case.tokens, case.model.head_dim)
+    k, v = (half.view(shape) for half in buffer.view(torch.float16).chunk(2))
+    return ggml.decode(q.float(), k, v, case.model.head_dim**-0.5)[1]
+
+
 def report(case: Case, probe_bytes: int, samples: Samples) -> str:
     rates = [case.kv_bytes / seconds / 1e9 for seconds in samples.kernel_s]
     probe_gbps = probe_bytes / statistics.median(samples.probe_s) / 1e9
@@ -108,6 +122,9 @@ def report(case: Case, probe_bytes: int, samples: Samples) -> str:
     if samples.sdpa_s:
         speedups = [sdpa / kernel for sdpa, kernel in zip(samples.sdpa_s, samples.kernel_s)]
         line += f", {spread(speedups, 1)} x SDPA (expected {EXPECTED_SPEEDUP[group]:g})"
+    if samples.ggml_s:
+        speedups = [ggml / kernel for ggml, kernel in zip(samples.ggml_s, samples.kernel_s)]
+        line += f", {spread(speedups, 1)} x ggml"
     return line
 
 
@@ -125,6 +142,9 @@ def run(executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Non
     # SDPA wants all threads. Where nothing else does, torch's own would only spin on the team's cores.
     if not arguments.no_sdpa:
         torch.set_num_threads(arguments.threads)
+    ggml = GgmlAttention(arguments.threads) if arguments.ggml else None
     for case in cases(arguments):
-        print(report(case, len(probe), measure(case, executor, probe, arguments)), flush=True)
+        print(report(case, len(probe), measure(case, executor, probe, arguments, ggml)), flush=True)
+    if ggml is not None:
+        ggml.close()
     torch.set_num_threads(1)

@@ -1,14 +1,17 @@
 """python -m cpu_attn.bench over small sizes: every section runs, and its lines can be read. No time is checked."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from cpu_attn import Executor, bench, bench_inputs, bench_layouts, bench_threads
+from cpu_attn.bench_ggml import GgmlAttention
 from cpu_attn.bench_layouts import FORMS, HUGE, PINNED, SMALL, Case, Samples, huge_share, pinned
 from cpu_attn.probe import huge_buffer, small_page_buffer
+from tests.cpu_attn.reference import attend
 
 SPREAD = r" *\d+\.\d+ \[\d+\.\d+ - \d+\.\d+\]"
 SMALL_SIZES = ["--threads", "2", "--rounds", "5", "--probe-mib", "16"]
@@ -39,6 +42,23 @@ def test_gqa(run) -> None:
     )
     assert count(lines, shares) == 4  # two models, two layouts
     assert count(lines, "an empty job") == 2
+
+
+def test_ggml_attends_as_we_do() -> None:
+    pytest.importorskip("ggml")
+    q, k, v = torch.randn(2, 8, 64), torch.randn(2, 2, 100, 64).half(), torch.randn(2, 2, 100, 64).half()
+    out, seconds = GgmlAttention(2).decode(q, k, v, 0.1)
+    for got, queries, keys, values in zip(out, q, k, v):
+        want, _ = attend(queries, keys.transpose(0, 1), values.transpose(0, 1), 0.1)
+        # ggml rounds queries and sums to fp16.
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-3)
+    assert seconds > 0
+
+
+def test_ggml_is_asked_for_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ggml", None)
+    with pytest.raises(RuntimeError, match="pip install ggml-python"):
+        GgmlAttention(1)
 
 
 def test_mla(run) -> None:
