@@ -146,7 +146,9 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
   Turn turns[2];
   Rows rows, ahead;
   find_turn(work, segment.begin, turns[0]);
-  // Nobody fetched the first rows ahead: their misses at least overlap each other and the set-up.
+  // Nobody fetched the first turn: the misses of its first rows at least overlap each other and the
+  // set-up, the rest is fetched head by head.
+  turns[0].by_token = false;
   rows_of_head(turns[0], 0, rows);
   prefetch_rows(rows, shape.head_dim * dtype_bytes(D));
   pack_queries(shape, segment, scratch);
