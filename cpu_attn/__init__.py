@@ -10,6 +10,7 @@ from cpu_attn.library import default_threads, isa, supported_isas
 from cpu_attn.paged import (
     LATENT_WIDTHS,
     SUPPORTED_HEAD_DIMS,
+    BlockTable,
     PagedKV,
     PagedLatent,
     PageTable,
@@ -20,6 +21,7 @@ from cpu_attn.probe import hand_over_seconds, multiply_probe_gflops, read_probe_
 __all__ = [
     "LATENT_WIDTHS",
     "SUPPORTED_HEAD_DIMS",
+    "BlockTable",
     "DecodeArguments",
     "Executor",
     "Job",

@@ -1,6 +1,9 @@
-"""Random KV and page tables for the benchmarks."""
+"""Shapes, random KV and page tables for the benchmarks."""
 
 import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +17,37 @@ COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
 RANDOM_BYTES = 4 << 20  # over and over: drawing them takes longer than writing them
 
 
+@dataclass(frozen=True)
+class Model:
+    """Attention with keys and values of its own for each KV head, bf16."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * 2
+
+    @property
+    def title(self) -> str:
+        return f"{self.name:14} group {self.group}"
+
+
+MODELS = (Model("Qwen3-30B-A3B", 32, 4, 128), Model("Mixtral-8x7B", 32, 8, 128))
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median [least - most]."""
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:{digits + 4}.{digits}f} [{least:.{digits}f} - {most:.{digits}f}]"
+
+
 def fill_random(buffer: Tensor, executor: Executor | None = None) -> None:
     """Overwrite a uint8 buffer with normally distributed bf16, by the executor's team if there is one."""
     values = torch.randn(min(len(buffer), RANDOM_BYTES) // 2).bfloat16().view(torch.uint8)
@@ -25,9 +59,19 @@ def fill_random(buffer: Tensor, executor: Executor | None = None) -> None:
         piece.copy_(own)
 
 
-def paged_kv_of(buffer: Tensor, dtype: torch.dtype, kv_heads: int, page_size: int, head_dim: int) -> PagedKV:
-    """The pages in a uint8 buffer [pages, 2, kv_heads, page_size, head_dim]: K and V of a page side by side, head-major."""
-    blocks = buffer.view(dtype).view(-1, 2, kv_heads, page_size, head_dim).transpose(2, 3)
+def paged_kv_of(
+    buffer: Tensor,
+    dtype: torch.dtype,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    token_major: bool = False,
+) -> PagedKV:
+    """The pages in a uint8 buffer, K and V of a page side by side, [pages, 2, kv_heads, page_size, head_dim] or token-major."""
+    if token_major:
+        blocks = buffer.view(dtype).view(-1, 2, page_size, kv_heads, head_dim)
+    else:
+        blocks = buffer.view(dtype).view(-1, 2, kv_heads, page_size, head_dim).transpose(2, 3)
     return PagedKV([(blocks[:, 0], blocks[:, 1])])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_attn.bench_inputs import WAIT_S, page_table, random_sets
+from cpu_attn.bench_inputs import WAIT_S, page_table, random_sets, spread
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedLatent
 from cpu_attn.probe import Multiplier
@@ -75,16 +75,14 @@ def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.N
 
 
 def report(case: Case, probe_bytes: int, samples: Samples) -> str:
-    rate, slowest, fastest = (
-        case.kv_bytes / seconds / 1e9
-        for seconds in (statistics.median(samples.kernel_s), max(samples.kernel_s), min(samples.kernel_s))
-    )
+    rates = [case.kv_bytes / seconds / 1e9 for seconds in samples.kernel_s]
+    rate = statistics.median(rates)
     read_gbps = probe_bytes / statistics.median(samples.probe_s) / 1e9
     gflops = statistics.median(samples.gflops)
     roof = min(read_gbps, gflops / case.flops_per_byte)
     return (
         f"MLA {LORA_RANK}+{ROPE_DIM}, {case.heads} heads {case.batch:2} x {case.tokens:6}"
-        f" {rate:6.2f} GB/s [{slowest:5.2f} - {fastest:5.2f}],"
+        f" {spread(rates)} GB/s,"
         f" {rate * case.flops_per_byte:.0f} of the probe's {gflops:.0f} GFLOP/s,"
         f" {rate / read_gbps:4.0%} of its {read_gbps:.1f} GB/s,"
         f" {rate / roof:4.0%} of the roof {roof:.1f} GB/s (expected {EXPECTED_SHARE:.0%})"

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from cpu_attn.library import check_threads, default_threads, library
-from cpu_attn.paged import FLOAT_DTYPES, PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
+from cpu_attn.paged import (
+    FLOAT_DTYPES,
+    BlockTable,
+    PagedKV,
+    PagedLatent,
+    PageTable,
+    check_cpu,
+    check_last_dim,
+)
 
 if TYPE_CHECKING:
     from cpu_attn.executor import Executor
@@ -22,14 +30,14 @@ class DecodeArguments:
 
     q: Tensor
     kv: PagedKV | PagedLatent
-    table: PageTable
+    table: PageTable | BlockTable
     scale: float
     out: Tensor
     lse: Tensor
 
     @classmethod
     def check(
-        cls, q: Tensor, kv: PagedKV | PagedLatent, table: PageTable, scale: float,
+        cls, q: Tensor, kv: PagedKV | PagedLatent, table: PageTable | BlockTable, scale: float,
         out: Tensor | None = None, lse: Tensor | None = None,
     ) -> "DecodeArguments":  # fmt: skip
         """Check everything but what the tensors hold, which may still change until they are submitted."""
@@ -83,7 +91,7 @@ def check_kind(kv: object, kind: type) -> None:
 def paged_decode(
     q: Tensor,
     kv: PagedKV,
-    table: PageTable,
+    table: PageTable | BlockTable,
     scale: float,
     *,
     out: Tensor | None = None,
@@ -98,7 +106,7 @@ def paged_decode(
             q_heads is a multiple of kv_heads, and query head h reads KV head
             h // (q_heads // kv_heads).
         kv: where the pages are.
-        table: which pages, [batch] requests.
+        table: which pages, [batch] requests; or a BlockTable, which blocks of them.
         scale: multiplies q . k before the softmax.
         out: [batch, q_heads, head_dim] fp32 to write to; allocated when None.
         lse: [batch, q_heads] fp32 to write to; allocated when None.
@@ -120,7 +128,7 @@ def paged_decode(
 def paged_mla_decode(
     q: Tensor,
     kv: PagedLatent,
-    table: PageTable,
+    table: PageTable | BlockTable,
     scale: float,
     *,
     out: Tensor | None = None,
@@ -135,6 +143,7 @@ def paged_mla_decode(
             rotary part in the order of a row; not necessarily the KV's dtype. bf16 q on bf16 rows is
             the fast case where the host multiplies bf16.
         kv: where the pages are.
+        table: which pages, or which blocks of them: with block_size 1 a list of rows, as native sparse attention selects.
         scale: multiplies q . row before the softmax.
         out: [batch, q_heads, lora_rank] fp32 to write to; allocated when None.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu_attn.decode import DecodeArguments, check_kind
 from cpu_attn.library import check_threads, default_threads, library
-from cpu_attn.paged import PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
+from cpu_attn.paged import BlockTable, PagedKV, PagedLatent, PageTable, check_cpu, check_last_dim
 
 # How long a wait stays in C++ before Python may handle a signal.
 SIGNAL_SLICE_S = 0.1
@@ -143,7 +143,7 @@ class Executor:
         self,
         q: Tensor,
         kv: PagedKV,
-        table: PageTable,
+        table: PageTable | BlockTable,
         scale: float,
         *,
         out: Tensor | None = None,
@@ -162,7 +162,7 @@ class Executor:
         self,
         q: Tensor,
         kv: PagedLatent,
-        table: PageTable,
+        table: PageTable | BlockTable,
         scale: float,
         *,
         out: Tensor | None = None,
@@ -218,6 +218,22 @@ class Executor:
         check_last_dim("buffer", buffer)
         job = Job(f"read of {len(buffer)} bytes on {self.name}", None, buffer)
         return self._submit(job, library().submit_read, buffer)
+
+    def submit_read_pieces(self, buffer: Tensor, starts: Tensor, piece_bytes: int) -> Job:
+        """Queue reading `piece_bytes` of `buffer` from each of `starts` ([pieces] int64) on: the probe of scattered memory.
+
+        Raises ValueError where a piece is not inside `buffer`.
+        """
+        check_cpu("buffer", buffer, (torch.uint8,), 1)
+        check_last_dim("buffer", buffer)
+        check_cpu("starts", starts, (torch.int64,), 1)
+        check_last_dim("starts", starts)
+        if piece_bytes < 1 or (
+            len(starts) and (int(starts.min()) < 0 or int(starts.max()) > len(buffer) - piece_bytes)
+        ):
+            raise ValueError(f"pieces of {piece_bytes} bytes do not all lie in {len(buffer)} bytes")
+        job = Job(f"read of {len(starts)} pieces on {self.name}", None, (buffer, starts))
+        return self._submit(job, library().submit_read_pieces, buffer, starts, piece_bytes)
 
     def submit_multiply(self, rounds: int) -> Job:
         """Queue `rounds` rounds of products in registers on every thread, for the FLOP/s probe."""

@@ -185,3 +185,39 @@ class PageTable:
         self.batch = len(lengths)
         self._tensors = tuple(tensors.values())
         self.handle = library().table_new(*self._tensors)
+
+
+class BlockTable:
+    """Of the tokens in a PageTable, the blocks that each request attends; a decode takes it in the table's place.
+
+    Block i of a request is its tokens [i, i + 1) * block_size, the last one as far as its length goes. A decode over it equals
+    attention over the listed tokens alone; no other page is looked at, so it may be listed as anything.
+
+    Args:
+        table: all pages of each request, [batch] requests.
+        blocks: [batch, lists, most] int32, contiguous CPU: block numbers in any order, no block twice in a list, -1 anywhere
+            for none. lists is 1, for all KV heads, or the number of KV heads, whose query heads then attend their own list.
+        block_size: tokens a block, a multiple of the page size or a part of it. 1 lists tokens, or whatever entries
+            a row of the KV stands for.
+
+    Like the table it is kept alive and read when a decode runs. Shapes and dtypes are checked here, contents by each decode.
+    ValueError is raised for a block that is negative, beyond the request's length or listed twice, a page of it that is out
+    of range, and a block_size or a number of lists that does not fit the KV.
+
+    Raises:
+        ValueError: on a wrong dtype, device, shape or size.
+    """
+
+    def __init__(self, table: PageTable, blocks: Tensor, block_size: int) -> None:
+        check_cpu("blocks", blocks, (torch.int32,), 3)
+        if not blocks.is_contiguous():
+            raise ValueError("blocks must be contiguous")
+        if blocks.shape[0] != table.batch:
+            raise ValueError(f"blocks of {blocks.shape[0]} requests, the page table has {table.batch}")
+        if blocks.shape[1] < 1:
+            raise ValueError(f"blocks has no lists, shape {tuple(blocks.shape)}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, is {block_size}")
+        self.batch = table.batch
+        self._kept = table, blocks
+        self.handle = library().table_with_blocks(table.handle, blocks, block_size)

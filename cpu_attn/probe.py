@@ -14,14 +14,24 @@ PROBE_WAIT_S = 120.0
 MULTIPLY_S = 0.01  # of one timed run
 
 
-def huge_buffer(size_bytes: int, executor: Executor) -> Tensor:
-    """Return [size_bytes] uint8 in huge pages where the system grants them, touched by the team."""
+def huge_buffer(size_bytes: int, executor: Executor, part_bytes: int | None = None) -> Tensor:
+    """Return [size_bytes] uint8 in huge pages where the system grants them, each part touched by all of the team."""
+    return _touched_buffer(size_bytes, executor, part_bytes, "MADV_HUGEPAGE")
+
+
+def small_page_buffer(size_bytes: int, executor: Executor, part_bytes: int | None = None) -> Tensor:
+    """Return as huge_buffer, in ordinary pages."""
+    return _touched_buffer(size_bytes, executor, part_bytes, "MADV_NOHUGEPAGE")
+
+
+def _touched_buffer(size_bytes: int, executor: Executor, part_bytes: int | None, advice: str) -> Tensor:
     # Private: shared anonymous memory gets no huge pages.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, advice):
+        memory.madvise(getattr(mmap, advice))
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    executor.submit_first_touch(buffer).wait(PROBE_WAIT_S)
+    for part in buffer.split(part_bytes or size_bytes):
+        executor.submit_first_touch(part).wait(PROBE_WAIT_S)
     return buffer
 
 

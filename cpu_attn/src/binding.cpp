@@ -117,9 +117,20 @@ void kv_add(KvRef ref, TensorView k, TensorView v) {
 }
 
 TableRef table_new(TensorView region, TensorView page, TensorView indptr, TensorView lengths) {
-  return make_handle<TableRef, TableRefObject>(
-      TableView{data_of<int32_t>(region), data_of<int32_t>(page), data_of<int32_t>(indptr),
-                data_of<int32_t>(lengths), region.size(0), lengths.size(0)});
+  return make_handle<TableRef, TableRefObject>(TableView{data_of<int32_t>(region),
+                                                         data_of<int32_t>(page),
+                                                         data_of<int32_t>(indptr),
+                                                         data_of<int32_t>(lengths),
+                                                         region.size(0),
+                                                         lengths.size(0),
+                                                         {}});
+}
+
+// The same table with lists of blocks; ids: [batch, lists, most].
+TableRef table_with_blocks(TableRef table, TensorView ids, int64_t block_tokens) {
+  TableView view = *table;
+  view.blocks = {data_of<int32_t>(ids), ids.size(1), ids.size(2), block_tokens};
+  return make_handle<TableRef, TableRefObject>(view);
 }
 
 DecodeCall decode_call(const TensorView& q, const KvRef& kv, const TableRef& table, double scale,
@@ -190,6 +201,16 @@ JobRef submit_read(ExecutorRef executor, TensorView buffer) {
   const int64_t bytes = buffer.size(0);
   const Kernel* kernel = selected.load();
   return submit(executor, [=](Team& team) { team.read(kernel, data, bytes); });
+}
+
+JobRef submit_read_pieces(ExecutorRef executor, TensorView buffer, TensorView starts,
+                          int64_t piece_bytes) {
+  const char* data = data_of(buffer);
+  const int64_t* first = data_of<int64_t>(starts);
+  const int64_t count = starts.size(0);
+  const Kernel* kernel = selected.load();
+  return submit(executor,
+                [=](Team& team) { team.read_pieces(kernel, data, first, count, piece_bytes); });
 }
 
 JobRef submit_multiply(ExecutorRef executor, int64_t rounds) {
@@ -275,12 +296,14 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_new, cpu_attn::kv_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_new_latent, cpu_attn::kv_new_latent)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kv_add, cpu_attn::kv_add)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(table_new, cpu_attn::table_new)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(table_with_blocks, cpu_attn::table_with_blocks)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, cpu_attn::decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(executor_new, cpu_attn::executor_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(executor_close, cpu_attn::executor_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_decode, cpu_attn::submit_decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_first_touch, cpu_attn::submit_first_touch)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_read, cpu_attn::submit_read)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_read_pieces, cpu_attn::submit_read_pieces)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(submit_multiply, cpu_attn::submit_multiply)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_flops, cpu_attn::multiply_flops)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_new, cpu_attn::copy_new)

@@ -15,6 +15,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr int64_t kTouchBytes = 4096;
 constexpr size_t kLine = 16;  // floats of a cache line
 constexpr int kSharesPerWorker = 8;
+constexpr int64_t kAheadBytes = 8 << 10;  // fetched ahead of what a probe reads
 
 // Byte at which share i of n starts: on a cache line, so that no two workers write one.
 int64_t cut(int64_t bytes, int i, int n) { return i == n ? bytes : bytes * i / n / 64 * 64; }
@@ -43,7 +44,8 @@ struct ArenaMap {
 
 }  // namespace
 
-Team::Team(int threads, double spin_s) : workers_(threads, spin_s), claims_(new Claim[threads]) {}
+Team::Team(int threads, double spin_s)
+    : workers_(threads, spin_s), claims_(new Claim[threads]), seen_(threads) {}
 
 template <class Work>
 void Team::run(int shares, const Work& work) {
@@ -66,41 +68,71 @@ float* Team::arena(size_t floats) {
   return arena_.get();
 }
 
+void Team::plan(const TableView& table, const Kv& kv) {
+  if (table.blocks.lists == 0) return make_plan(table, kv.regions, kv.page_size, threads(), plan_);
+  begin_lists(table, kv.page_size, kv.kv_heads, plan_);
+  const int64_t lists = plan_.lengths.size();
+  const auto expand = [&](int w) {
+    for (int64_t i = w; i < lists; i += threads())
+      expand_list(table, kv.regions, kv.page_size, i, seen_[w], plan_);
+  };
+  if (lists > 1)
+    workers_.run(expand);
+  else
+    expand(0);
+  end_lists(threads(), plan_);
+  if (table.blocks.lists == 1) return;
+  regions_.clear();
+  for (int h = 0; h < kv.kv_heads; ++h)
+    for (Region region : kv.regions) {
+      region.k += h * region.k_head;
+      region.v += h * region.v_head;
+      regions_.push_back(region);
+    }
+}
+
 void Team::decode(const DecodeCall& call) {
   const Kv& kv = *call.kv;
   const Attention& attention = kv.latent ? call.kernel->latent : call.kernel->heads;
-  make_plan(call.table, kv.regions, kv.page_size, threads(), plan_);
-  const Shape shape{call.q_heads, kv.kv_heads, kv.head_dim,  kv.value_dim,
-                    kv.page_size, kv.dtype,    call.q_dtype, call.scale * kLog2E};
+  plan(call.table, kv);
+  // A list for each KV head makes every KV head with its query heads a request.
+  const int lists = std::max(1, static_cast<int>(call.table.blocks.lists));
+  const Region* regions = lists == 1 ? kv.regions.data() : regions_.data();
+  const int heads = call.q_heads / lists;
+  const Shape shape{heads,        kv.kv_heads / lists, kv.head_dim,
+                    kv.value_dim, plan_.entry_tokens,  kv.dtype,
+                    call.q_dtype, call.scale * kLog2E};
   const ArenaMap map(shape, attention.scratch_floats(shape), plan_.slots, threads());
   float* memory = arena(map.floats());
   std::vector<State> slots;
   for (int i = 0; i < plan_.slots; ++i) slots.push_back(map.slot(memory, i));
-  const auto finish = [&](int64_t b, int h, const State* parts, int count) {
+  const auto finish = [&](int request, int h, const State* parts, int count) {
+    const int64_t b = request / lists, head = request % lists * heads + h;
     attention.finish(shape, parts, count, h,
-                     call.out + b * call.out_batch_stride + h * call.out_head_stride,
-                     call.lse + b * call.lse_batch_stride + h * call.lse_head_stride);
+                     call.out + b * call.out_batch_stride + head * call.out_head_stride,
+                     call.lse + b * call.lse_batch_stride + head * call.lse_head_stride);
   };
 
   const auto attend = [&](int w, int share) {
     for (int i = plan_.first_part[share]; i < plan_.first_part[share + 1]; ++i) {
       const Part& part = plan_.parts[i];
-      const Segment segment{call.q + part.request * call.q_batch_stride, call.q_head_stride,
-                            plan_.entries.data() + plan_.first_entry[part.request], part.begin,
-                            part.end};
+      const int64_t b = part.request / lists, head = part.request % lists * heads;
+      const Segment segment{
+          call.q + b * call.q_batch_stride + head * call.q_head_stride, call.q_head_stride,
+          plan_.entries.data() + plan_.first_entry[part.request], part.begin, part.end};
       const State state = part.slot < 0 ? map.state_of(memory, w) : slots[part.slot];
-      attention.accumulate(shape, kv.regions.data(), segment, map.scratch_of(memory, w), state);
+      attention.accumulate(shape, regions, segment, map.scratch_of(memory, w), state);
       if (part.slot >= 0) continue;
-      for (int h = 0; h < call.q_heads; ++h) finish(part.request, h, &state, 1);
+      for (int h = 0; h < heads; ++h) finish(part.request, h, &state, 1);
     }
   };
   run(plan_.shares, attend);
   if (plan_.merges.empty()) return;
   workers_.run([&](int w) {
-    const int64_t rows = static_cast<int64_t>(plan_.merges.size()) * call.q_heads;
+    const int64_t rows = static_cast<int64_t>(plan_.merges.size()) * heads;
     for (int64_t r = w; r < rows; r += threads()) {
-      const Merge& m = plan_.merges[r / call.q_heads];
-      finish(m.request, static_cast<int>(r % call.q_heads), slots.data() + m.first_slot, m.slots);
+      const Merge& m = plan_.merges[r / heads];
+      finish(m.request, static_cast<int>(r % heads), slots.data() + m.first_slot, m.slots);
     }
   });
 }
@@ -154,6 +186,25 @@ void Team::first_touch(char* data, int64_t bytes) {
     for (int64_t i = pages * w / threads(); i < pages * (w + 1) / threads(); ++i)
       *static_cast<volatile char*>(data + i * kTouchBytes) = 0;
   });
+}
+
+uint64_t Team::read_pieces(const Kernel* kernel, const char* data, const int64_t* starts,
+                           int64_t count, int64_t piece_bytes) {
+  std::atomic<uint64_t> sum{0};
+  const int shares = threads() * kSharesPerWorker;
+  const int64_t ahead = std::max<int64_t>(1, kAheadBytes / piece_bytes);
+  run(shares, [&](int, int share) {
+    const int64_t end = count * (share + 1) / shares;
+    uint64_t own = 0;
+    for (int64_t i = count * share / shares; i < end; ++i) {
+      if (i + ahead < end)
+        for (int64_t b = 0; b < piece_bytes; b += 64)
+          __builtin_prefetch(data + starts[i + ahead] + b, 0, 2);
+      own += kernel->read(data + starts[i], piece_bytes);
+    }
+    sum += own;
+  });
+  return sum;
 }
 
 uint64_t Team::read(const Kernel* kernel, const char* data, int64_t bytes) {

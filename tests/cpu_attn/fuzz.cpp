@@ -1,8 +1,9 @@
-// Random shapes, strides, page tables and lengths through every kernel of this host, to be built
-// with sanitizers: fuzz SECONDS [SEED]. Every buffer ends with its last row, so that the address
-// sanitizer sees what is read beyond. Tokens that no request lists are NaN. All kernels must agree
-// with the scalar one, and a broken table must be refused. Prints the seed of what failed and exits
-// with 1.
+// Random shapes, strides, page tables, lengths and lists of blocks through every kernel of this
+// host, to be built with sanitizers: fuzz SECONDS [SEED]. Every buffer ends with its last row, so
+// that the address sanitizer sees what is read beyond. Tokens that no request lists are NaN. All
+// kernels must agree with the scalar one, and a broken table must be refused. Prints the seed of
+// what failed and exits with 1.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -98,6 +99,7 @@ struct Problem {
     kv->page_size = random.of<int>({1, 2, 7, 16, 63, 64, 65, 128, 256});
     for (int i = random.upto(1, 3); i > 0; --i) add_region();
     make_table();
+    if (random.chance(0.4)) make_lists();
     q.reset(new char[static_cast<size_t>(batch) * q_heads * kv->head_dim * q_bytes()]);
     for (int64_t i = 0; i < static_cast<int64_t>(batch) * q_heads * kv->head_dim; ++i)
       put(q.get() + i * q_bytes(), q_dtype, random.normal());
@@ -134,6 +136,51 @@ struct Problem {
         fill(kv->regions[region.back()], page.back(), last < kv->page_size ? last : kv->page_size);
       }
       indptr.push_back(static_cast<int32_t>(page.size()));
+    }
+  }
+
+  // Some blocks of each request in random order, with -1 between.
+  void make_lists() {
+    const int page_size = kv->page_size;
+    std::vector<int> sizes{page_size, 2 * page_size, 1};
+    for (int size : {8, 32, 13})
+      if (page_size % size == 0) sizes.push_back(size);
+    block_tokens = random.of(sizes);
+    lists = random.chance(0.5) ? 1 : kv->kv_heads;
+    most = random.upto(0, 40);
+    for (int i = 0; i < batch * lists; ++i) {
+      std::vector<int32_t> all;
+      for (int block = 0; block * block_tokens < lengths[i / lists]; ++block) all.push_back(block);
+      std::shuffle(all.begin(), all.end(), random.engine);
+      for (int n = 0; n < most; ++n) {
+        const bool none = all.empty() || random.chance(0.2);
+        blocks.push_back(none ? -1 : all.back());
+        if (!none) all.pop_back();
+      }
+    }
+  }
+
+  // As break_table, where there are lists.
+  const char* break_lists() {
+    if (blocks.empty()) return nullptr;
+    const int at = random.upto(0, static_cast<int>(blocks.size()) - 1);
+    const int length = lengths[at / most / lists];
+    switch (random.upto(0, 3)) {
+      case 0:
+        blocks[at] = (length + block_tokens - 1) / block_tokens + random.upto(0, 1 << 20);
+        return "a block beyond the request";
+      case 1:
+        blocks[at] = -random.upto(2, 1 << 20);
+        return "a negative block";
+      case 2: {
+        const int other = at % most == 0 ? at + 1 : at - 1;
+        if (most < 2 || blocks[other] == -1) return nullptr;
+        blocks[at] = blocks[other];
+        return "a block listed twice";
+      }
+      default:
+        lists += kv->kv_heads + 1;
+        return "more lists than KV heads";
     }
   }
 
@@ -194,7 +241,8 @@ struct Problem {
                   indptr.data(),
                   lengths.data(),
                   static_cast<int64_t>(page.size()),
-                  batch};
+                  batch,
+                  {blocks.data(), lists, most, block_tokens}};
     call.kernel = kernel;
     call.q = q.get();
     call.q_batch_stride = heads * kv->head_dim * q_bytes();
@@ -216,8 +264,9 @@ struct Problem {
   std::shared_ptr<Kv> kv;
   Dtype q_dtype;
   int q_heads, batch;
+  int lists = 0, most = 0, block_tokens = 0;
   std::vector<std::unique_ptr<char[]>> buffers;
-  std::vector<int32_t> region, page, indptr, lengths;
+  std::vector<int32_t> region, page, indptr, lengths, blocks;
   std::unique_ptr<char[]> q;
 };
 
@@ -233,7 +282,9 @@ std::string check(uint64_t seed, const std::vector<const Kernel*>& kernels,
                   std::vector<std::unique_ptr<Team>>& teams) {
   Problem problem(seed);
   std::vector<float> out, lse, expected, expected_lse;
-  const char* broken = problem.random.chance(0.25) ? problem.break_table() : nullptr;
+  const char* broken = nullptr;
+  if (problem.random.chance(0.25))
+    broken = problem.lists > 0 ? problem.break_lists() : problem.break_table();
   Team& team = *teams[problem.random.upto(0, static_cast<int>(teams.size()) - 1)];
   for (const Kernel* kernel : kernels) {
     try {

@@ -8,11 +8,20 @@ namespace {
 
 // Spreads the fetching of the next turn's rows evenly over the work on this one. Rows that follow
 // each other are one run: a line takes little more than the instruction that fetches it.
+//
+// A row on a page of its own costs a walk for the page's address, and a fetch that waits for one
+// soon stalls the work. So of scattered rows the first lines come first: their walks overlap.
 class Ahead {
  public:
   Ahead(const char* const* rows, int count, int row_bytes, int calls)
-      : row_(rows), end_row_(rows + count), row_bytes_(row_bytes) {
+      : rows_(rows), row_(rows), end_row_(rows + count), row_bytes_(row_bytes) {
     lines_ = (count * ((row_bytes + 63) / 64) + calls - 1) / calls;
+    int jumps = 0;
+    for (int i = 1; i < count; ++i) {
+      const int64_t step = rows[i] - rows[i - 1];
+      jumps += step > kPageBytes || step < -kPageBytes;
+    }
+    first_lines_ = row_bytes > 64 && 2 * jumps > count;
     find_run();
   }
   void fetch() {
@@ -28,17 +37,26 @@ class Ahead {
   }
 
  private:
+  static constexpr int64_t kPageBytes = 4096;
+
   void find_run() {
     at_ = end_ = nullptr;
+    if (row_ == end_row_ && first_lines_) {
+      first_lines_ = false;
+      row_ = rows_;
+      begin_ = 64;
+    }
     if (row_ == end_row_) return;
-    at_ = *row_;
-    end_ = at_ + row_bytes_;
-    while (++row_ != end_row_ && *row_ == end_) end_ += row_bytes_;
+    at_ = *row_ + begin_;
+    end_ = *row_ + (first_lines_ ? 64 : row_bytes_);
+    const bool whole = !first_lines_ && begin_ == 0;
+    while (++row_ != end_row_ && whole && *row_ == end_) end_ += row_bytes_;
   }
 
-  const char *const *row_, *const *end_row_;
+  const char *const *rows_, *const *row_, *const *end_row_;
   const char *at_, *end_;
-  int row_bytes_, lines_;
+  int row_bytes_, lines_, begin_ = 0;
+  bool first_lines_;
 };
 
 // Nobody fetched the first turn ahead: its misses at least overlap each other and the set-up.

@@ -47,7 +47,7 @@ void find_turn(const Work& work, int begin, Turn& turn) {
                                });
   turn.by_token = false;
   if (turn.first.count == 0) return;
-  const Region& front = work.regions[work.segment.entries[begin / shape.page_size].region];
+  const Region& front = work.regions[work.segment.entries[begin / shape.entry_tokens].region];
   const int64_t row_bytes = shape.head_dim * dtype_bytes(shape.kv_dtype);
   turn.by_token = front.k_head < front.k_token &&
                   2 * kBlockTokens * shape.kv_heads * row_bytes <= kTurnCacheBytes;
@@ -143,11 +143,16 @@ void accumulate_as(const Shape& shape, const Region* regions, const Segment& seg
   const int group = shape.q_heads / shape.kv_heads;
   float* scores = scratch + static_cast<size_t>(shape.q_heads) * shape.head_dim;
   const Work work{shape, regions, segment, scratch, scores, scores + group * kBlockTokens, state};
-  pack_queries(shape, segment, scratch);
-  clear_state(shape, state);
   Turn turns[2];
   Rows rows, ahead;
   find_turn(work, segment.begin, turns[0]);
+  // Nobody fetched the first turn: the misses of its first rows at least overlap each other and the
+  // set-up, the rest is fetched head by head.
+  turns[0].by_token = false;
+  rows_of_head(turns[0], 0, rows);
+  prefetch_rows(rows, shape.head_dim * dtype_bytes(D));
+  pack_queries(shape, segment, scratch);
+  clear_state(shape, state);
   for (int t = segment.begin, i = 0; t < segment.end; t += kBlockTokens, i ^= 1) {
     find_turn(work, t + kBlockTokens, turns[i ^ 1]);
     for (int head = 0; head < shape.kv_heads; ++head) {

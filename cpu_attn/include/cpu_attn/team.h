@@ -66,6 +66,9 @@ class Team {
   void first_touch(char* data, int64_t bytes);
   // Reads `bytes`; returns a checksum that keeps the loads alive.
   uint64_t read(const Kernel* kernel, const char* data, int64_t bytes);
+  // The same of `piece_bytes` from each start, fetched some pieces ahead.
+  uint64_t read_pieces(const Kernel* kernel, const char* data, const int64_t* starts, int64_t count,
+                       int64_t piece_bytes);
   // Every worker multiplies `rounds` rounds in registers.
   void multiply(const Kernel* kernel, int64_t rounds);
   // Binds worker w to cores[w]; returns false when the system refused one.
@@ -77,6 +80,9 @@ class Team {
   void run(int shares, const Work& work);
 
   float* arena(size_t floats);
+
+  // Fills plan_; with a list for each KV head also regions_, where each head is the only one.
+  void plan(const TableView& table, const Kv& kv);
 
   // The next share of a worker's own run that nobody has taken.
   struct alignas(64) Claim {
@@ -90,6 +96,8 @@ class Team {
   Workers workers_;
   std::unique_ptr<Claim[]> claims_;
   Plan plan_;
+  std::vector<Region> regions_;
+  std::vector<std::vector<uint64_t>> seen_;  // of each worker
   std::unique_ptr<float, Free> arena_;
   size_t arena_floats_ = 0;
 };

@@ -124,9 +124,9 @@ void sum_columns(const TileScratch& at, const TileTurn& turn, int lanes, int beg
       // The next chunk of these columns, else the first of the next columns.
       const bool here = chunk + 1 < chunks;
       const int next_c = here ? c : c + N, next_chunk = here ? chunk + 1 : 0;
-      if (ahead != nullptr) ahead->fetch();
       sum_chunk<Tiles, N>(at.weights + chunk * kParts * kTileBytes, values, [&](int column) {
         constexpr int kRows = kTileRows / N;
+        if (ahead != nullptr) ahead->fetch();
         if (next_c < end)
           pair_values<N>(turn, next_c, next_chunk, column * kRows, (column + 1) * kRows, next);
       });
@@ -149,12 +149,11 @@ template <class Tiles>
 void attend_turn(const Shape& shape, const TileShape& s, const TileScratch& at, int kv_head,
                  const TileTurn& turn, const TileTurn& next, State state) {
   const int tiles = (turn.count + 15) / 16, chunks = (turn.count + kChunk - 1) / kChunk;
-  const int calls =
-      (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * (s.columns / kSumTiles);
+  const int most = s.columns / kSumTiles * kSumTiles;
+  const int calls = (tiles + kScoreTiles - 1) / kScoreTiles * s.steps + chunks * most;
   Ahead ahead(next.rows, next.fetched, shape.head_dim * 2, calls);
   RowTile rows[kRowTiles];
   for (int r = 0; r < tiles; ++r) rows[r] = find_row_tile(shape, s, turn, r, at.staged);
-  const int most = s.columns / kSumTiles * kSumTiles;
   for (int g = 0; g < s.groups; ++g) {
     const Lanes lanes(s, kv_head, g);
     Ahead* once = g == 0 ? &ahead : nullptr;

@@ -15,13 +15,14 @@ int walk_rows(const Shape& shape, const Region* regions, const Segment& segment,
   const int left = segment.end - begin;
   const int count = left < most ? left : most;
   if (count <= 0) return 0;
-  const Entry* entry = segment.entries + begin / shape.page_size;
-  int offset = begin % shape.page_size;
+  const Entry* entry = segment.entries + begin / shape.entry_tokens;
+  int offset = begin % shape.entry_tokens;
   for (int t = 0; t < count; ++entry, offset = 0) {
     const Region& r = regions[entry->region];
-    const char* k = r.k + entry->page * r.k_page + offset * r.k_token;
-    const char* v = r.v + entry->page * r.v_page + offset * r.v_token;
-    const int run = shape.page_size - offset;
+    const int token = entry->first + offset;
+    const char* k = r.k + entry->page * r.k_page + token * r.k_token;
+    const char* v = r.v + entry->page * r.v_page + token * r.v_token;
+    const int run = shape.entry_tokens - offset;
     const int stop = run < count - t ? t + run : count;
     for (; t < stop; ++t, k += r.k_token, v += r.v_token) put(t, r, k, v);
   }

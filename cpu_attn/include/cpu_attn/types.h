@@ -21,9 +21,11 @@ struct Region {
   int64_t v_page, v_token, v_head;
 };
 
+// A run of tokens that lie in one page.
 struct Entry {
   int32_t region;
   int32_t page;
+  int32_t first;  // token of the page
 };
 
 struct Shape {
@@ -31,7 +33,7 @@ struct Shape {
   int32_t kv_heads;
   int32_t head_dim;   // elements of a key
   int32_t value_dim;  // of a value: head_dim, or of latent rows the first so many elements of a key
-  int32_t page_size;
+  int32_t entry_tokens;
   Dtype kv_dtype;
   Dtype q_dtype;
   float scale_log2;  // softmax scale times log2(e): scores are kept in base 2
@@ -41,7 +43,7 @@ struct Shape {
 struct Segment {
   const char* q;          // [q_heads, head_dim], last dim contiguous
   int64_t q_head_stride;  // bytes
-  const Entry* entries;   // the request's own, one per page in token order
+  const Entry* entries;   // the request's own in token order, each of entry_tokens but the last
   int32_t begin;
   int32_t end;
 };
