@@ -116,7 +116,7 @@ $(STAMPS)/requirements: $(STAMPS)/venv requirements/cpu.txt requirements/test.tx
 
 # An editable install sees edits of Python files at once; it has to be renewed when files come, go or move.
 $(STAMPS)/python-files: FORCE | $(STAMPS)/venv
-	@find sglang_inplacekv cpu_attn models -name '*.py' 2>/dev/null | LC_ALL=C sort > $@.new
+	@find sglang_inplacekv cpu_attn sparse_attn models -name '*.py' 2>/dev/null | LC_ALL=C sort > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(STAMPS)/project: $(STAMPS)/requirements $(STAMPS)/python-files pyproject.toml CMakeLists.txt $(CXX_SOURCES)

@@ -1,0 +1,186 @@
+"""What a query attends, said in one form for every sparse attention: spaces of entries, segments of them, a selection.
+
+A layer keeps one or more arrays of KV entries, its spaces. An entry covers one token or a block of them and exists from the
+token on that completes its block. For each query a selector names the entries to attend: dense spans or lists of ids, each in
+one space, each in one softmax group. It does not attend: that is compose.py, which may split any list between two sides.
+
+Order of calls for each layer and sequence: `observe` the new tokens, then `select` for those queries, so that the query that
+completes a block sees that block's entry. Tokens may be cut into calls anywhere; nothing depends on the cuts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Space:
+    """One array of entries in one layer; entry i is row i.
+
+    Rows are [kv_heads, width]: the key, and behind it the value unless the value is the key's beginning (v_in_k). A space with
+    dv == 0 is not attended; its selector reads it.
+    """
+
+    name: str
+    stride: int  # tokens from one entry to the next
+    cover: int  # source tokens that an entry sums up, the first ones excepted where blocks overlap
+    opens: int  # tokens after which the first entry exists
+    dk: int
+    dv: int
+    v_in_k: bool
+    entry_bytes: int  # of one entry as it is kept, all kv_heads together
+    kv_heads: int = 1
+    ring: int | None = None  # entries that must stay readable behind those of the latest observe; None: all
+    kv_owner: int = 0  # layer that stores it, the layer itself unless layers share
+    spill: bool = False  # may leave the device: large, and read in small part
+
+    @property
+    def width(self) -> int:
+        return self.dk if self.v_in_k else self.dk + self.dv
+
+    def count(self, tokens: int) -> int:
+        """Entries that exist once `tokens` tokens were observed."""
+        return max(0, (tokens - self.opens) // self.stride + 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The entries of one space that each of T queries attends: a dense span, or ids.
+
+    ids are int32 [T, G, K], G one or the space's kv_heads, in no order, unique but for padding with -1. Each id stands for
+    `unit` adjacent entries: id * unit and on. Entries at or past `limit` are invisible however they are named.
+    """
+
+    space: str
+    group: int  # segments of one number share one softmax
+    limit: Tensor  # int64 [T]: first invisible entry
+    ids: Tensor | None = None
+    span: tuple[Tensor, Tensor] | None = None  # int64 [T] each: first entry, and the one behind the last
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.ids is None) == (self.span is None):
+            raise ValueError(f"a segment of {self.space} has either ids or a span")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What T queries attend. Groups are numbered from 0; each is a softmax of its own."""
+
+    segments: Sequence[Segment]
+    sink: Tensor | None = None  # fp32 [H]: natural logits that join group 0's softmax once, with no value
+    gates: Tensor | None = (
+        None  # fp32 [T, H, groups]: factors of the groups' outputs; None: there is one group
+    )
+    list_owner: int = 0  # layer that computed the ids
+
+    @property
+    def groups(self) -> int:
+        return 1 + max(segment.group for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """T adjacent tokens of one sequence at the input of one layer's attention; each selector says which fields it reads."""
+
+    first: int  # position of row 0; row i is token first + i
+    h: Tensor | None = None  # [T, hidden], after the input norm
+    q_resid: Tensor | None = None  # [T, q_lora_rank], the normalised query latent
+    q: Tensor | None = None  # [T, H, dk], as attended: rotated, absorbed
+    kv: Mapping[str, Tensor] = field(default_factory=dict)  # space -> raw rows [T, kv_heads, width], rotated
+    lists: Tensor | None = None  # int32 [T, G, K], of the layer that owns this layer's lists
+
+    @property
+    def tokens(self) -> int:
+        for rows in (self.h, self.q_resid, self.q, self.lists, *self.kv.values()):
+            if rows is not None:
+                return rows.shape[0]
+        return 0
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """int64 [T]."""
+        return torch.arange(self.first, self.first + self.tokens, device=device)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Entries first .. first + len(values) that came to be; values [entries, kv_heads, width] of the selector's entry dtype."""
+
+    space: str
+    first: int
+    values: Tensor
+
+
+class EntryStore(Protocol):
+    """One sequence's entries in one layer, by space. A server gives its own over memory that it owns; stores.GrowingStore else.
+
+    A selector appends to every space and reads only those with dv == 0 (and NSA's "cmp"), so a store may keep the others
+    wherever and in whatever format it likes.
+    """
+
+    def append(self, space: str, first: int, values: Tensor) -> None:
+        """Keep values [n, kv_heads, width] as entries first .. first + n. `first` is the number of entries kept so far."""
+
+    def rows(self, space: str, first: int, last: int) -> Tensor:
+        """Return entries first .. last, [last - first, kv_heads, width]; the caller only reads them."""
+
+    def truncate(self, space: str, count: int) -> None:
+        """Forget entries count and on."""
+
+
+@dataclass
+class SelectorState:
+    """One sequence in one layer: what observe and rollback change. Made by Selector.new_state.
+
+    tails hold, by space, the last compressor inputs as rings: the row of token t in slot t % len. They are the journal that
+    rollback needs: going back moves `tokens` and overwrites nothing.
+    """
+
+    store: EntryStore
+    tokens: int = 0  # observed so far
+    floor: int = 0  # rollback reaches no further down
+    tails: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Selector(ABC):
+    """Which entries of one layer a query attends. Holds weights and geometry and no sequence; safe to share among sequences."""
+
+    spaces: Mapping[str, Space]
+    max_rollback: int  # tokens that rollback can take back in any state
+
+    @abstractmethod
+    def new_state(self, store: EntryStore | None = None) -> SelectorState:
+        """State of a sequence of no tokens, over `store` or a GrowingStore of its own."""
+
+    @abstractmethod
+    def observe(self, state: SelectorState, x: LayerInputs) -> list[Closed]:
+        """Take in the next tokens, put what they completed into the store, and return it.
+
+        Raises ValueError, before anything changed, unless x starts at state.tokens and fits the geometry.
+        """
+
+    @abstractmethod
+    def select(self, state: SelectorState, x: LayerInputs) -> Selection:
+        """Name what the queries of x attend; changes nothing.
+
+        Of equal scores the lowest id is taken first, so equal inputs give equal sets. Raises ValueError where x has tokens that
+        were not observed.
+        """
+
+    @abstractmethod
+    def rollback(self, state: SelectorState, tokens: int) -> dict[str, int]:
+        """Take back the last `tokens` tokens. What follows is as if they had never been observed.
+
+        Returns, by space, how many entries remain: every copy of a later entry elsewhere is stale and must be dropped, since
+        its id will come again with another value. Raises ValueError beyond max_rollback tokens below the most ever observed.
+        """
+
+    @abstractmethod
+    def finish(self, outs: Sequence[Tensor], x: LayerInputs, selection: Selection) -> Tensor:
+        """What follows the merge: outs, fp32 [T, H, dv] by group, become the heads' outputs [T, H, head_dim] fp32."""
