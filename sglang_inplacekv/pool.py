@@ -50,10 +50,11 @@ class RegionPool(KVCache):
         self._device_steps = DeviceSteps()
         self.gate = AdmissionGate(regions.config.admission, self)
         self.metrics = StepMetrics(regions, control, self.gate, trace)
-        self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
+        page_tokens = regions.sizes.page_tokens
+        self.page_lists = PageLists(req_to_token_pool, page_tokens, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
-            page_size=shape.page_size,
+            page_size=page_tokens,
             dtype=shape.dtype,
             layer_num=shape.layers,
             device=device,
