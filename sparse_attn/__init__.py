@@ -13,14 +13,23 @@ from sparse_attn.base import (
     SelectorState,
     Space,
 )
+from sparse_attn.compressor import CompressorWeights
+from sparse_attn.stores import GrowingStore
+from sparse_attn.v4 import IndexerWeights, V4Config, V4Selector, V4Weights
 
 __all__ = [
     "Closed",
+    "CompressorWeights",
     "EntryStore",
+    "GrowingStore",
+    "IndexerWeights",
     "LayerInputs",
     "Segment",
     "Selection",
     "Selector",
     "SelectorState",
     "Space",
+    "V4Config",
+    "V4Selector",
+    "V4Weights",
 ]

@@ -18,6 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparse_attn import journals
+from sparse_attn.stores import GrowingStore
+
 
 @dataclass(frozen=True)
 class Space:
@@ -148,22 +151,46 @@ class SelectorState:
     tails: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What tokens amount to before anything changed: entries to store, and rows [T, width] fp32 for the journals, by space."""
+
+    closed: list[Closed]
+    journal: dict[str, Tensor]
+
+
 class Selector(ABC):
     """Which entries of one layer a query attends. Holds weights and geometry and no sequence; safe to share among sequences."""
 
     spaces: Mapping[str, Space]
+    tail_rows: Mapping[str, int]  # compressor inputs to keep, by space
     max_rollback: int  # tokens that rollback can take back in any state
 
-    @abstractmethod
     def new_state(self, store: EntryStore | None = None) -> SelectorState:
         """State of a sequence of no tokens, over `store` or a GrowingStore of its own."""
+        return SelectorState(GrowingStore(self.spaces) if store is None else store)
 
-    @abstractmethod
     def observe(self, state: SelectorState, x: LayerInputs) -> list[Closed]:
-        """Take in the next tokens, put what they completed into the store, and return it.
+        """Take in the next tokens, put what they completed into the store, and return it, at least one entry to an item.
 
         Raises ValueError, before anything changed, unless x starts at state.tokens and fits the geometry.
         """
+        if x.first != state.tokens:
+            raise ValueError(f"the next token is {state.tokens}, tokens from {x.first} were given")
+        taken = self._take_in(state, x)
+        for closed in taken.closed:
+            state.store.append(closed.space, closed.first, closed.values)
+        for space, rows in taken.journal.items():
+            if space not in state.tails:
+                state.tails[space] = rows.new_empty(self.tail_rows[space], rows.shape[1])
+            journals.write(state.tails[space], x.first, rows)
+        state.tokens += x.tokens
+        state.floor = max(state.floor, state.tokens - self.max_rollback)
+        return taken.closed
+
+    @abstractmethod
+    def _take_in(self, state: SelectorState, x: LayerInputs) -> Taken:
+        """Check x and compute what observe stores; change nothing."""
 
     @abstractmethod
     def select(self, state: SelectorState, x: LayerInputs) -> Selection:
@@ -173,14 +200,38 @@ class Selector(ABC):
         were not observed.
         """
 
-    @abstractmethod
     def rollback(self, state: SelectorState, tokens: int) -> dict[str, int]:
         """Take back the last `tokens` tokens. What follows is as if they had never been observed.
 
         Returns, by space, how many entries remain: every copy of a later entry elsewhere is stale and must be dropped, since
         its id will come again with another value. Raises ValueError beyond max_rollback tokens below the most ever observed.
         """
+        left = state.tokens - tokens
+        if tokens < 0 or left < state.floor:
+            raise ValueError(
+                f"{tokens} of {state.tokens} tokens cannot be taken back: journals reach down to token {state.floor}"
+            )
+        counts = {name: space.count(left) for name, space in self.spaces.items()}
+        for name, count in counts.items():
+            state.store.truncate(name, count)
+        state.tokens = left
+        return counts
 
     @abstractmethod
     def finish(self, outs: Sequence[Tensor], x: LayerInputs, selection: Selection) -> Tensor:
         """What follows the merge: outs, fp32 [T, H, dv] by group, become the heads' outputs [T, H, head_dim] fp32."""
+
+    def _check_observed(self, state: SelectorState, x: LayerInputs) -> None:
+        if x.first < 0 or x.first + x.tokens > state.tokens:
+            raise ValueError(
+                f"tokens {x.first} .. {x.first + x.tokens} to select for, but {state.tokens} observed"
+            )
+
+
+def rows_of(x: LayerInputs, name: str, shape: tuple[int, ...]) -> Tensor:
+    """x.kv[name] or the field of that name; ValueError unless it is there and [T, *shape]."""
+    rows = x.kv.get(name, getattr(x, name, None))
+    if rows is None or tuple(rows.shape) != (x.tokens, *shape):
+        found = "missing" if rows is None else str(tuple(rows.shape))
+        raise ValueError(f"{name} must be {(x.tokens, *shape)}, is {found}")
+    return rows
