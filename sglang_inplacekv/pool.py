@@ -85,9 +85,12 @@ class RegionPool(KVCache):
         if is_decode and self._control is not None:
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
-        self.executor.begin_forward(self.plan, graph_rows)
+        self._start(self.plan, graph_rows)
         self.metrics.observe(self.plan, began_s)
         return self.plan
+
+    def _start(self, plan: StepPlan, graph_rows: int | None) -> None:
+        self.executor.begin_forward(plan, graph_rows)
 
     def _end_step(self) -> float:
         """Between forwards: take back what the one before has released, and account for what it has cost.
