@@ -1,4 +1,4 @@
-"""One CSA layer of V4-Flash's geometry (64 heads of 512, hidden 4096, 64 x 128 indexer, top-512, window 128) against transformers'."""
+"""A CSA layer of V4-Flash's size against transformers': 64 heads of 512, hidden 4096, 64 x 128 indexer, top-512, window 128."""
 
 from __future__ import annotations
 
