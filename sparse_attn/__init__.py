@@ -14,16 +14,26 @@ from sparse_attn.base import (
     Space,
 )
 from sparse_attn.compressor import CompressorWeights
+from sparse_attn.dsa import DsaConfig, DsaIndexerWeights, DsaSelector, DsaWeights
+from sparse_attn.nsa import MlpWeights, NsaConfig, NsaSelector, NsaWeights
 from sparse_attn.stores import GrowingStore
 from sparse_attn.v4 import IndexerWeights, V4Config, V4Selector, V4Weights
 
 __all__ = [
     "Closed",
     "CompressorWeights",
+    "DsaConfig",
+    "DsaIndexerWeights",
+    "DsaSelector",
+    "DsaWeights",
     "EntryStore",
     "GrowingStore",
     "IndexerWeights",
     "LayerInputs",
+    "MlpWeights",
+    "NsaConfig",
+    "NsaSelector",
+    "NsaWeights",
     "Segment",
     "Selection",
     "Selector",

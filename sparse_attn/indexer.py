@@ -9,9 +9,25 @@ equal scores the lowest entry goes first.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_attn.base import LayerInputs
+
 _SCORES = 2**24  # fp32 scores of single heads held at once
+
+
+def index_queries(x: LayerInputs, query: Tensor, head_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries fp32 [T, heads, dim], not yet rotated, and head weights fp32 [T, heads] with both scales of the score in them.
+
+    query [heads * dim, q_lora_rank], head_weights [heads, hidden]; both products run in their weight's dtype.
+    """
+    if x.h is None or x.q_resid is None or not len(x.h) == len(x.q_resid) == x.tokens:
+        raise ValueError(f"an indexer needs h and q_resid of {x.tokens} tokens to select")
+    heads = len(head_weights)
+    queries = F.linear(x.q_resid.to(query.dtype), query).float().view(x.tokens, heads, -1)
+    weights = F.linear(x.h.to(head_weights.dtype), head_weights).float()
+    return queries, weights * (heads * queries.shape[2]) ** -0.5
 
 
 def top_entries(queries: Tensor, weights: Tensor, keys: Tensor, first: int, stride: int, k: int) -> Tensor:
@@ -34,7 +50,7 @@ def top_entries(queries: Tensor, weights: Tensor, keys: Tensor, first: int, stri
     while start < tokens:
         stop = min(tokens, start + max(1, _SCORES // (heads * most)))
         scores = _scores(queries[start:stop], weights[start:stop], keys[: (first + stop) // stride])
-        ids[start:stop] = _top(scores, limits[start:stop], k)
+        ids[start:stop] = top_ids(scores, limits[start:stop], k)
         start = stop
     return ids
 
@@ -46,17 +62,27 @@ def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(weights.float()[:, None], by_head.relu_().view(tokens, heads, -1)).squeeze(1)
 
 
-def _top(scores: Tensor, limits: Tensor, k: int) -> Tensor:
-    """Ids int32 [T, k] of the k highest of scores [T, entries], each query's below its limit [T, 1], which is at least k."""
-    hidden = torch.arange(scores.shape[1], device=scores.device) >= limits
-    scores = scores.masked_fill(hidden, -torch.inf)
+def top_ids(scores: Tensor, limits: Tensor, k: int) -> Tensor:
+    """Ids of the k highest of scores [rows, entries], below a row's limit [rows, 1]; lowest id first among equals.
+
+    Returns int32 [rows, min(k, entries)], ascending, with -1 behind them where a row's limit is less. Scores may be infinite.
+    """
+    rows, entries = scores.shape
+    k = min(k, entries)
+    ids = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
+    if not ids.numel():
+        return ids
+    visible = torch.arange(entries, device=scores.device) < limits
+    scores = scores.masked_fill(~visible, -torch.inf)
     least = scores.topk(k, -1, sorted=False).values.amin(-1, keepdim=True)
-    above, level = scores > least, scores == least
+    above, level = scores > least, (scores == least) & visible
     room = k - above.sum(-1, keepdim=True)
     taken = above | (level & (level.cumsum(-1) <= room))
-    picked = taken.nonzero()[:, 1]
-    if len(picked) != k * len(scores):
+    row, entry = taken.nonzero(as_tuple=True)
+    wanted = int(limits.clamp(max=k).sum())
+    if len(entry) != wanted:
         raise RuntimeError(
-            f"{len(picked)} entries picked for {len(scores)} queries of {k}: scores are not finite"
+            f"{len(entry)} entries picked for {rows} queries instead of {wanted}: a score is NaN"
         )
-    return picked.view(-1, k).int()
+    ids[row, taken.cumsum(-1)[row, entry] - 1] = entry.int()
+    return ids

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_attn.base import (
@@ -31,7 +30,7 @@ from sparse_attn.base import (
     rows_of,
 )
 from sparse_attn.compressor import Compressor, CompressorWeights
-from sparse_attn.indexer import top_entries
+from sparse_attn.indexer import index_queries, top_entries
 from sparse_attn.rope import rotate_tail
 
 Kind = Literal["swa", "csa", "hca"]
@@ -177,14 +176,9 @@ class V4Selector(Selector):
     def _top(self, state: SelectorState, x: LayerInputs) -> Tensor:
         """int32 [T, 1, K]."""
         config = self.config
-        if x.h is None or x.q_resid is None or not len(x.h) == len(x.q_resid) == x.tokens:
-            raise ValueError(f"a csa layer needs h and q_resid of {x.tokens} tokens to select")
         keys = state.store.rows("idx", 0, (x.first + x.tokens) // config.ratio)[:, 0]
-        queries = F.linear(x.q_resid.to(self._query.dtype), self._query)
-        queries = queries.view(x.tokens, config.index_heads, config.index_dim)
-        queries = rotate_tail(queries.float(), x.positions(queries.device), self._inv_freq)
-        weights = F.linear(x.h.to(self._head_weights.dtype), self._head_weights).float()
-        weights = weights * (config.index_dim * config.index_heads) ** -0.5
+        queries, weights = index_queries(x, self._query, self._head_weights)
+        queries = rotate_tail(queries, x.positions(queries.device), self._inv_freq)
         return top_entries(queries, weights, keys, x.first, config.ratio, config.index_topk)[:, None]
 
     def finish(self, outs: Sequence[Tensor], x: LayerInputs, selection: Selection) -> Tensor:
