@@ -201,7 +201,7 @@ def _build_model(kind: str, fields: dict[str, Any], seed: int) -> PreTrainedMode
     return model
 
 
-def _classes(kind: str) -> tuple[type, type]:
+def _classes(kind: str) -> tuple[Any, Any]:
     """Of the configuration and the model, asked by model type; SGLang makes the type deepseek_v4 mean a config of its own."""
     if kind == "deepseek_v4":
         from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM

@@ -40,9 +40,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
     config = InplaceConfig.from_env()
     device = torch.device(kvc.device).type
     v4 = v4_layout(kvc)
-    model = ModelKV(
-        kv_shape(kvc) if v4 is None else v4.shape, kvc.model_config.get_num_attention_heads(1)
-    )
+    model = ModelKV(kv_shape(kvc) if v4 is None else v4.shape, kvc.model_config.get_num_attention_heads(1))
     # Rates are those of streamed pages, which DeepSeek-V4 has none of.
     rates = None if v4 is not None else _probe(config, model, device)
     team = make_team(config.threads if rates is None else rates.team.threads, device)
@@ -63,8 +61,8 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         kind = InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool
         pool = kind(regions, executor, control, req_to_token_pool, **common)
     logger.info(
-        f"InplaceKV regions: D {planned.device_pages * planned.page_tokens} tokens, C+T {planned.host_pages * planned.page_tokens} "
-        f"tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
+        f"InplaceKV regions: D {planned.device_pages * planned.page_tokens} tokens, "
+        f"C+T {planned.host_pages * planned.page_tokens} tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
         f"{planned.tile_pages} pages, page size {planned.page_tokens}, share target {regions.scope.target_share:g}, "
         f"CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
     )

@@ -48,7 +48,7 @@ class RegionPool(KVCache):
         self.device_only = False
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
-        self.gate = AdmissionGate(regions.config.admission, self)
+        self.gate = self._make_gate(regions.config.admission)
         self.metrics = StepMetrics(regions, control, self.gate, trace)
         page_tokens = regions.sizes.page_tokens
         self.page_lists = PageLists(req_to_token_pool, page_tokens, verify=regions.config.verify)
@@ -63,6 +63,9 @@ class RegionPool(KVCache):
             end_layer=end_layer,
             **self._row_arguments(),
         )
+
+    def _make_gate(self, policy: str) -> AdmissionGate:
+        return AdmissionGate(policy, self)
 
     @abstractmethod
     def _row_arguments(self) -> dict[str, Any]:

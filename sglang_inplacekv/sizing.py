@@ -181,6 +181,9 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
             device_bytes_auto=device_bytes,
             host_bytes_auto=host_bytes,
             staging_tokens=demand.chunk_tokens,
+            workspace_bytes=0
+            if demand.on_cpu
+            else WORKSPACE_BYTES_CUDA + demand.v4.read_bytes(demand.context_tokens),
             capacity_tokens=capacity_tokens,
         )
         return _checked(sizes, demand, host_available)

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.register_buffer("inv_freq", layer_frequencies(geometry, layer), persistent=False)
         ratio = geometry.ratios[layer]
         self.compressor = CompressorWeights(geometry, ratio, width) if ratio else None
-        if ratio == CSA_RATIO:
+        if self.compressor is not None and ratio == CSA_RATIO:
             self.compressor.indexer = IndexerWeights(geometry)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

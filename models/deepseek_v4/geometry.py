@@ -112,7 +112,7 @@ class V4Geometry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> V4Geometry:
-        """From the fields of a config.json. ValueError, naming the field, if one is missing or has a value not computed here."""
+        """From the fields of a config.json. ValueError, naming the field, if one is missing or is not computed here."""
         for name, possible in _FIXED.items():
             if config.get(name, possible) != possible:
                 raise ValueError(f"{name} {config[name]!r}, possible is {possible!r}")

@@ -16,7 +16,7 @@ _TABLE = "tid2eid"
 
 
 def load_tensors(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Fill every parameter and persistent buffer of `model`. ValueError, with names, where one is missing, unknown or misshapen."""
+    """Fill every parameter and persistent buffer of `model`. ValueError where one is missing, unknown or misshapen."""
     targets = {**dict(model.named_parameters()), **_persistent_buffers(model)}
     missing = {name: target.numel() for name, target in targets.items()}
     for name, tensor in plain_tensors(weights):
@@ -26,7 +26,9 @@ def load_tensors(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
         _fill(target, tensor, name)
         missing[target_name] -= target.numel()
     if short := sorted(name for name, left in missing.items() if left):
-        raise ValueError(f"the checkpoint lacks {len(short)} tensors or parts of them: {', '.join(short[:5])}")
+        raise ValueError(
+            f"the checkpoint lacks {len(short)} tensors or parts of them: {', '.join(short[:5])}"
+        )
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -80,4 +82,6 @@ def plain_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
             weight, scale = (other, tensor) if is_scale else (tensor, other)
             yield f"{stem}.weight", dequantise(weight, scale)
     if waiting:
-        raise ValueError(f"weights without scales or scales without weights: {', '.join(sorted(waiting)[:5])}")
+        raise ValueError(
+            f"weights without scales or scales without weights: {', '.join(sorted(waiting)[:5])}"
+        )

@@ -1,4 +1,4 @@
-"""Checkpoint names of DeepSeek-V4: the released ones, transformers' ones, and what transformers saves, to those of the model here.
+"""Checkpoint names of DeepSeek-V4: the released ones, transformers' ones and those that it saves, to the names here.
 
 The model here uses transformers' names, less the beginning "model.", with each expert apart: `mlp.experts.7.gate_proj.weight`.
 """

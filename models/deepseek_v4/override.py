@@ -1,7 +1,7 @@
 """Which checkpoints are DeepSeek-V4, and what of their config SGLang is to see instead. No SGLang in here.
 
-SGLang knows the released architecture's name and gives it KV pools, page sizes and kernels of its own. Our name is unknown to it;
-the released name stays in config.json.
+SGLang knows the released architecture's name and gives it KV pools, page sizes and kernels of its own. Our name is unknown to
+it; the released name stays in config.json.
 """
 
 from __future__ import annotations

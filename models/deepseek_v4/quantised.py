@@ -40,7 +40,9 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         values, blocks = _unpacked(weight), (1, FP4_BLOCK)
     wanted = tuple(-(-size // block) for size, block in zip(values.shape, blocks, strict=True))
     if tuple(scale.shape) != wanted:
-        raise ValueError(f"scales {tuple(scale.shape)} for a weight of {tuple(values.shape)}, possible are {wanted}")
+        raise ValueError(
+            f"scales {tuple(scale.shape)} for a weight of {tuple(values.shape)}, possible are {wanted}"
+        )
     for dim, block in enumerate(blocks):
         scale = scale.repeat_interleave(block, dim)[(slice(None),) * dim + (slice(values.shape[dim]),)]
     return values * scale

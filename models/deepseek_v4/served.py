@@ -70,9 +70,7 @@ class InplaceV4ForCausalLM(nn.Module):
         streams = x.unsqueeze(1).repeat(1, self.geometry.hc_mult, 1)
         for layer in self.layers:
             streams = layer(streams, input_ids, positions)
-        return self.logits_processor(
-            input_ids, self.norm(self.hc_head(streams)), self.lm_head, forward_batch
-        )
+        return self.logits_processor(input_ids, self.norm(self.hc_head(streams)), self.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_tensors(self, weights)

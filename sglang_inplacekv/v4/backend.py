@@ -8,7 +8,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.step_plan import Span
-from sglang_inplacekv.v4.attend import LayerAttention
+from sglang_inplacekv.v4.attend import layer_attention
 from sglang_inplacekv.v4.pool import InplaceV4Pool
 from sglang_inplacekv.v4.requests import Request
 from sglang_inplacekv.v4.selectors import make_selectors
@@ -29,7 +29,7 @@ class InplaceV4Backend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         selectors = make_selectors(runner.model, pool.dtype)
         pool.states.adopt(selectors)
-        self._layers = [LayerAttention(pool, layer, selector) for layer, selector in enumerate(selectors)]
+        self._layers = [layer_attention(pool, layer, selector) for layer, selector in enumerate(selectors)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         lengths, index = forward_batch.seq_lens_cpu.tolist(), forward_batch.req_pool_indices

@@ -40,7 +40,8 @@ class EntryReader:
         width = regions.shape.head_dim
         # A page of one row each: the CPU's kernel takes any list of them.
         self._paged = [
-            cpu_attn.PagedLatent([rows.view(-1, 1, width)], width) if len(rows) else None for rows in self._rows
+            cpu_attn.PagedLatent([rows.view(-1, 1, width)], width) if len(rows) else None
+            for rows in self._rows
         ]
 
     def places(self, plan: StepPlan) -> list[Places]:
@@ -81,7 +82,7 @@ class EntryReader:
             np.where(kept & ~on_device & on_cpu, host * size + slot, -1),
         )
 
-    def gather(self, layer: int, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Bring host rows to the device, each once: them [n, 1, width], and of `rows`' shape which one each is, -1 for none."""
         unique, inverse = np.unique(rows, return_inverse=True)
         if len(unique) and unique[0] < 0:
@@ -90,7 +91,7 @@ class EntryReader:
         picked = self._rows[layer].index_select(0, torch.from_numpy(unique))
         if device.type == "cuda":
             picked = picked.pin_memory().to(device, non_blocking=True)
-        return picked.unsqueeze(1), torch.from_numpy(inverse.reshape(rows.shape)).to(device)
+        return picked.unsqueeze(1), inverse.reshape(rows.shape)
 
     def device_rows(self, layer: int) -> torch.Tensor:
         """[rows, 1, width]: D homes and windows."""

@@ -54,6 +54,11 @@ class V4Layout:
         keys = len(self.csa_layers) * self.page_rows * geometry.index_head_dim
         return size * (keys + len(self.hca_layers) * self.page_tokens // HCA_RATIO * geometry.head_dim)
 
+    def read_bytes(self, context_tokens: int) -> int:
+        """What a layer copies to attend, at most: index keys, and in a prefill all entries, of one context."""
+        width = self.geometry.head_dim + self.geometry.index_head_dim
+        return context_tokens // CSA_RATIO * width * self.dtype.itemsize
+
     def journals(self, ratio: int) -> dict[str, tuple[int, int]]:
         """What the compressors of a layer keep of a request, fp32 (tokens, width), by the selector's space.
 
@@ -84,6 +89,7 @@ def plan_v4_regions(
     device_bytes_auto: int,
     host_bytes_auto: int,
     staging_tokens: int,
+    workspace_bytes: int,
     capacity_tokens: int | None,
 ) -> RegionSizes:
     """Turn budgets into pages, or raise ConfigError with the arithmetic; arguments as of layout.plan_regions."""
@@ -103,12 +109,13 @@ def plan_v4_regions(
         budget = device_bytes_auto if config.gpu_memory_bytes is None else config.gpu_memory_bytes
         staging = STAGING_LAYERS * -(-staging_tokens // layout.page_tokens) * shape.block_bytes
         fixed = windows * shape.page_bytes + (max_running_requests + 1) * layout.request_bytes + staging
+        fixed += workspace_bytes
         left = budget - fixed - layout.kept_page_bytes  # of the padding page
         if left < 2 * layout.kept_page_bytes:
             raise ConfigError(
                 f"--inplacekv-gpu-memory: asked {budget} bytes, possible is at least "
-                f"{fixed + 3 * layout.kept_page_bytes} = windows, state of {max_running_requests} requests and prefill staging "
-                f"{fixed} + index keys and HCA entries of a page {layout.kept_page_bytes} x 3"
+                f"{fixed + 3 * layout.kept_page_bytes} = windows, state of {max_running_requests} requests, prefill staging and "
+                f"workspaces {fixed} + index keys and HCA entries of a page {layout.kept_page_bytes} x 3"
             )
         # Every page of the host, too, has its index keys and HCA entries on the device.
         host_pages = min(host_pages, left // layout.kept_page_bytes)
@@ -119,7 +126,7 @@ def plan_v4_regions(
         host_pages = max(0, min(host_pages, limit - device_pages))
     if device_pages + host_pages < 2:
         raise ConfigError(
-            f"--inplacekv-host-memory: asked {host_bytes} bytes, possible are at least two pages, in D and on the host together, of "
+            f"--inplacekv-host-memory: asked {host_bytes} bytes, possible are at least two pages, with those of D, of "
             f"{shape.page_bytes} bytes ({layout.page_tokens} tokens)"
         )
     return RegionSizes(

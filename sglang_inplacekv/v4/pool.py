@@ -1,7 +1,8 @@
-"""DeepSeek-V4's KV pool: SGLang sees pages of tokens; behind them are the regions, of CSA entries, and what stays on the device."""
+"""DeepSeek-V4's KV pool: SGLang sees pages of tokens; behind them are the regions, of CSA entries, and what stays in D."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_inplacekv.executors.base import Executor
+from sglang_inplacekv.gate import AdmissionGate
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO
 from sglang_inplacekv.pool import RegionPool
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Reads, Span, StepPlan
 from sglang_inplacekv.tickets import wait_all
 from sglang_inplacekv.v4.entries import EntryReader, Places
+from sglang_inplacekv.v4.gate import TokenIdGate
 from sglang_inplacekv.v4.layout import V4Layout
 from sglang_inplacekv.v4.requests import Request, RequestStates
 
@@ -38,7 +41,13 @@ class InplaceV4Pool(RegionPool, KVCache):
         self.states = RequestStates(layout, rows, regions.sizes.pages, self.device, poison=poison)
         self.reader = EntryReader(regions, regions.shape.layers)
         self.requests, self.places = [], []
+        # CSA entries that decodes attended since start, summed over layers and requests: in D or a window, by the CPU (C, and
+        # what it takes of T), and crossing from T.
+        self.attended: Counter[str] = Counter()
         self._finalize_allocation_log(self.size)
+
+    def _make_gate(self, policy: str) -> AdmissionGate:
+        return TokenIdGate(policy, self)
 
     def _row_arguments(self) -> dict[str, Any]:
         return {}
@@ -55,6 +64,13 @@ class InplaceV4Pool(RegionPool, KVCache):
         self.places = self.reader.places(plan)
         unread = replace(plan, reads=[Reads(_NO_PAGES, 0, _NO_PAGES, _NO_PAGES) for _ in plan.spans])
         self.executor.begin_forward(unread, graph_rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Of the forward that is under way."""
+        if self.plan is None:
+            raise RuntimeError("no forward has begun")
+        return self.plan.is_decode
 
     def write_entries(self, layer: int) -> None:
         """Put the CSA entries that this forward's requests have made, of one of the model's layers, where the plan says."""

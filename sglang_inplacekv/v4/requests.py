@@ -24,7 +24,9 @@ class Request:
     span: Span
     rows: slice  # of the forward's tokens
     pages: torch.Tensor  # span.pages on the device, int64
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> CSA entries of this forward [n, d]
+    fresh: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # layer -> CSA entries of this forward [n, d]
 
     @property
     def first_entry(self) -> int:
@@ -35,8 +37,8 @@ class Request:
 class LayerStore:
     """sparse_attn's EntryStore of one row and layer, over this server's memory.
 
-    `window` is what the layer's queries see of raw tokens, and is valid until the layer's next append: the row's ring as it was,
-    in order, and the new tokens behind it.
+    `window` is what the layer's queries see of raw tokens, valid until the layer's next append: the row's ring as it was, in
+    order, and the new tokens behind it.
     """
 
     def __init__(self, states: RequestStates, row: int, layer: int) -> None:
@@ -78,9 +80,7 @@ class RequestStates:
     Memory is there from the start; `adopt` the selectors before the first forward.
     """
 
-    def __init__(
-        self, layout: V4Layout, rows: int, pages: int, device: str, *, poison: bool
-    ) -> None:
+    def __init__(self, layout: V4Layout, rows: int, pages: int, device: str, *, poison: bool) -> None:
         geometry, dtype = layout.geometry, layout.dtype
         self.layout, self._row_count, self._poison = layout, rows, poison
         self.spilled = frozenset(layout.csa_layers)
@@ -105,7 +105,9 @@ class RequestStates:
         for layer, selector in enumerate(selectors):
             kept = {space: tails.shape[1] for space, tails in self._tails[layer].items()}
             if kept != dict(selector.tail_rows):
-                raise RuntimeError(f"layer {layer}: journals of {kept} rows, its selector keeps {selector.tail_rows}")
+                raise RuntimeError(
+                    f"layer {layer}: journals of {kept} rows, its selector keeps {selector.tail_rows}"
+                )
         self._states = [
             [self._new_state(selector, row, layer) for layer, selector in enumerate(selectors)]
             for row in range(self._row_count)

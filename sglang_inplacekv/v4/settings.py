@@ -72,4 +72,6 @@ def check(settings: Any, model_config: Any) -> None:
     geometry = V4Geometry.from_dict(model_config.hf_config.v4_geometry)
     layout = V4Layout(geometry, torch.bfloat16, settings.page_size)
     if not layout.csa_layers:
-        raise ConfigError("--model-path: a DeepSeek-V4 without layers of ratio 4, possible are those with some")
+        raise ConfigError(
+            "--model-path: a DeepSeek-V4 without layers of ratio 4, possible are those with some"
+        )
