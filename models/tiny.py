@@ -150,8 +150,8 @@ _V4_DRAWN = {
     "e_score_correction_bias": (0.0, 0.1),
     "base": (0.0, 0.5),
     "hc_base": (0.0, 0.5),
-    "scale": (1.0, 0.1),
-    "hc_scale": (1.0, 0.1),
+    "scale": (1.0, 0.3),
+    "hc_scale": (1.0, 0.3),
 }
 
 

@@ -62,9 +62,9 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         pool = kind(regions, executor, control, req_to_token_pool, **common)
     logger.info(
         f"InplaceKV regions: D {planned.device_pages * planned.page_tokens} tokens, "
-        f"C+T {planned.host_pages * planned.page_tokens} tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
-        f"{planned.tile_pages} pages, page size {planned.page_tokens}, share target {regions.scope.target_share:g}, "
-        f"CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
+        f"C+T {planned.host_pages * planned.page_tokens} tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, "
+        f"{planned.window_pages} windows, two P tiles of {planned.tile_pages} pages, page size {planned.page_tokens}, "
+        f"share target {regions.scope.target_share:g}, CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
     )
     return pool
 

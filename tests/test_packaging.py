@@ -112,8 +112,8 @@ def test_wheel_installs_no_other_top_level_name(wheel_files: list[str]) -> None:
 
 
 def test_wheel_has_models_and_the_compiled_library(wheel_files: list[str]) -> None:
-    for source in (ROOT / "models").glob("*.py"):
-        assert f"sglang_inplacekv/models/{source.name}" in wheel_files
+    for source in (ROOT / "models").rglob("*.py"):
+        assert f"sglang_inplacekv/models/{source.relative_to(ROOT / 'models')}" in wheel_files
     assert any(re.fullmatch(r"cpu_attn/.*\.so", name) for name in wheel_files)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
 

@@ -114,8 +114,8 @@ def plan_v4_regions(
         if left < 2 * layout.kept_page_bytes:
             raise ConfigError(
                 f"--inplacekv-gpu-memory: asked {budget} bytes, possible is at least "
-                f"{fixed + 3 * layout.kept_page_bytes} = windows, state of {max_running_requests} requests, prefill staging and "
-                f"workspaces {fixed} + index keys and HCA entries of a page {layout.kept_page_bytes} x 3"
+                f"{fixed + 3 * layout.kept_page_bytes} = windows, state of {max_running_requests} requests, prefill staging "
+                f"and workspaces {fixed} + index keys and HCA entries of a page {layout.kept_page_bytes} x 3"
             )
         # Every page of the host, too, has its index keys and HCA entries on the device.
         host_pages = min(host_pages, left // layout.kept_page_bytes)
