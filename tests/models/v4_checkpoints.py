@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -121,7 +122,7 @@ def write_released(source: Path, out: Path, *, quantised: bool) -> Path:
 
 def is_linear(name: str) -> bool:
     parts = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
-    return name.split(".")[-2] in parts and ".compressor." not in name
+    return name.split(".")[-2:-1] in [[part] for part in parts] and ".compressor." not in name
 
 
 def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,9 +160,44 @@ def fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     )
 
 
-def log_probabilities(model: DeepseekV4ForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """fp32 [tokens - 1]: of each token after the first, by one forward without a cache."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-    assert math.isfinite(float(logits.sum()))
-    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+@dataclass(frozen=True)
+class Reference:
+    """What one forward without a cache says of a sequence, fp32 [tokens - 1] each."""
+
+    log_probabilities: torch.Tensor  # of each token after the first
+    # Between the last chosen and the first not chosen, of experts and of entries, in the layer where that is least: where it
+    # is no more than rounding, another order of summation may choose otherwise, and all that follows differs.
+    least_gap: torch.Tensor
+
+
+def reference(model: DeepseekV4ForCausalLM, tokens: list[int]) -> Reference:
+    gaps = torch.full((len(tokens),), torch.inf)
+
+    def note(scores: torch.Tensor, chosen: int) -> None:
+        if scores.shape[1] > chosen:
+            best = scores.topk(chosen + 1).values
+            torch.minimum(gaps, (best[:, -2] - best[:, -1]).nan_to_num(torch.inf), out=gaps)
+
+    def of_router(module, _, out) -> None:
+        note(module.score_fn(out[0]) + module.e_score_correction_bias, module.top_k)
+
+    def of_indexer(module, _, out) -> None:
+        closed = torch.arange(1, len(tokens) + 1)[:, None] // 4
+        hidden = torch.arange(out.shape[2]) >= closed
+        note(out[0].masked_fill(hidden, -torch.inf), model.config.index_topk)
+
+    modules = {theirs.DeepseekV4TopKRouter: of_router, theirs.DeepseekV4IndexerScorer: of_indexer}
+    hooks = [
+        module.register_forward_hook(modules[type(module)])
+        for module in model.modules()
+        if type(module) in modules
+    ]
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    known = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    assert known.isfinite().all()
+    return Reference(known, gaps[:-1])
