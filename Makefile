@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip
 MODELS := $(or $(INPLACEKV_MODELS),.models)
-SMALL_MODELS := qwen3_moe mixtral deepseek_v2 deepseek_v2_yarn smollm2
+SMALL_MODELS := qwen3_moe mixtral deepseek_v2 deepseek_v2_yarn deepseek_v4 smollm2
 
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
