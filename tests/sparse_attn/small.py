@@ -11,6 +11,7 @@ from sparse_attn import (
     DsaIndexerWeights,
     DsaSelector,
     DsaWeights,
+    GrowingStore,
     IndexerWeights,
     LayerInputs,
     MlpWeights,
@@ -118,6 +119,16 @@ def tokens_of(selector: Selector, count: int, seed: int, first: int = 0) -> Laye
             if space.name in raw
         },
     )
+
+
+class ForgetfulStore(GrowingStore):
+    """Keeps of ring spaces what Space.ring promises and poisons all before."""
+
+    def append(self, space: str, first: int, values: Tensor) -> None:
+        super().append(space, first, values)
+        ring, base = self._spaces[space].ring, self._first[space]
+        if ring is not None:
+            self._rows[space][: max(0, first - ring - base)] = torch.nan
 
 
 def part(x: LayerInputs, first: int, last: int) -> LayerInputs:

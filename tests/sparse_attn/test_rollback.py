@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from sparse_attn import GrowingStore, LayerInputs, Selection, Selector, SelectorState, journals
 from sparse_attn.attend import attend_selection
-from tests.sparse_attn.small import KINDS, part, selector_of, tokens_of
+from tests.sparse_attn.small import KINDS, ForgetfulStore, part, selector_of, tokens_of
 
 MAX_ROLLBACK = 6
+
+
+def new_state(selector: Selector) -> SelectorState:
+    return selector.new_state(ForgetfulStore(selector.spaces))
 
 
 def kept(selector: Selector, state: SelectorState) -> dict[str, torch.Tensor]:
@@ -57,7 +61,7 @@ TURNS = st.lists(
 def test_taken_back_tokens_leave_no_trace(kind: str, turns: list[tuple[int, int, int]]) -> None:
     selector = selector_of(kind, MAX_ROLLBACK)
     right = tokens_of(selector, sum(turn[0] for turn in turns), seed=1)
-    state, straight = selector.new_state(), selector.new_state()
+    state, straight = new_state(selector), new_state(selector)
     for turn, (count, wrong, cut) in enumerate(turns):
         x = part(right, state.tokens, state.tokens + count)
         for one in (state, straight):
@@ -87,8 +91,9 @@ def test_taking_back_and_observing_other_tokens_equals_observing_those_alone(kin
     selector = selector_of(kind, MAX_ROLLBACK)
     right = tokens_of(selector, 80, seed=1)
     for length in range(MAX_ROLLBACK, 48):
-        state, straight = selector.new_state(), selector.new_state()
-        selector.observe(state, part(right, 0, length))
+        state, straight = new_state(selector), new_state(selector)
+        for first in range(length):
+            selector.observe(state, part(right, first, first + 1))
         selector.rollback(state, MAX_ROLLBACK)
         left = length - MAX_ROLLBACK
         if left:
@@ -96,7 +101,7 @@ def test_taking_back_and_observing_other_tokens_equals_observing_those_alone(kin
         x = part(right, left, left + 32)
         for one in (state, straight):
             selector.observe(one, x)
-        # The beginning was computed in products of another size, hence not the same bits.
+        # The beginnings were computed in products of different sizes, hence not the same bits.
         (_, outs), (_, wanted) = (attend(selector, one, x) for one in (state, straight))
         torch.testing.assert_close(outs, wanted, rtol=1e-5, atol=1e-5)
 
