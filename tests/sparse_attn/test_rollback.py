@@ -127,6 +127,32 @@ def test_refuses_to_go_back_further_than_journals_reach(kind: str) -> None:
         selector.rollback(state, -1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_is_all_it_takes_to_go_on(kind: str) -> None:
+    selector = selector_of(kind, MAX_ROLLBACK)
+    right = tokens_of(selector, 60, seed=1)
+    for length in [1, 7, 8, 16, 29, 32]:
+        straight, begun = selector.new_state(), selector.new_state()
+        for one in (straight, begun):
+            selector.observe(one, part(right, 0, length))
+        rows = selector.snapshot(begun)
+        if length == 32 and kind in ("csa", "hca"):
+            assert {name: len(kept_rows) for name, kept_rows in rows.items()} == (
+                {"cmp": 4, "idx": 4} if kind == "csa" else {"cmp": 0}
+            )
+        state = selector.resume(length, rows, begun.store)
+        x = part(right, length, 60)
+        for one in (straight, state):
+            selector.observe(one, x)
+        (_, outs), (_, wanted) = (attend(selector, one, x) for one in (state, straight))
+        assert all(map(torch.equal, outs, wanted))
+        with pytest.raises(ValueError, match="cannot be taken back"):
+            selector.rollback(selector.resume(length, rows, begun.store), 1)
+    if kind in ("csa", "hca", "nsa"):
+        with pytest.raises(ValueError, match="29 tokens leave .* rows of cmp, 0 were given"):
+            selector.resume(29, {}, begun.store)
+
+
 def test_short_sequences_can_be_taken_back_whole() -> None:
     for kind in KINDS:
         selector = selector_of(kind, MAX_ROLLBACK)
