@@ -221,6 +221,37 @@ class Selector(ABC):
     def finish(self, outs: Sequence[Tensor], x: LayerInputs, selection: Selection) -> Tensor:
         """What follows the merge: outs, fp32 [T, H, dv] by group, become the heads' outputs [T, H, head_dim] fp32."""
 
+    def snapshot(self, state: SelectorState) -> dict[str, Tensor]:
+        """What it takes, beside the entries of all spaces, to go on from state.tokens: fp32 [rows, width] by space, copies.
+
+        Small where blocks end together: after a multiple of 128 tokens V4 needs 4 rows of csa's two compressors, none of hca.
+        """
+        return {
+            space: journals.read(tail, self._journal_from(space, state.tokens), state.tokens)
+            for space, tail in state.tails.items()
+        }
+
+    def resume(self, tokens: int, rows: Mapping[str, Tensor], store: EntryStore) -> SelectorState:
+        """State of a sequence of `tokens` tokens from its snapshot, over a store that holds their entries.
+
+        It cannot be rolled back below `tokens`. Raises ValueError where rows are missing.
+        """
+        state = SelectorState(store, tokens, floor=tokens)
+        for space, length in self.tail_rows.items():
+            first = self._journal_from(space, tokens)
+            if space not in rows or len(rows[space]) != tokens - first:
+                found = len(rows.get(space, ()))
+                raise ValueError(
+                    f"{tokens} tokens leave {tokens - first} rows of {space}, {found} were given"
+                )
+            state.tails[space] = rows[space].new_empty(length, rows[space].shape[1])
+            journals.write(state.tails[space], first, rows[space])
+        return state
+
+    @abstractmethod
+    def _journal_from(self, space: str, tokens: int) -> int:
+        """First token whose compressor input a later entry of `space` still reads, once `tokens` tokens were observed."""
+
     def _check_observed(self, state: SelectorState, x: LayerInputs) -> None:
         if x.first < 0 or x.first + x.tokens > state.tokens:
             raise ValueError(

@@ -68,6 +68,10 @@ class Compressor:
         """Rows that a journal needs: the open block and those before it that its entry reads, wherever a rollback ends."""
         return max_rollback + self.ratio * self.blocks
 
+    def journal_from(self, tokens: int) -> int:
+        """First token that the entry after `tokens` tokens reads."""
+        return max(0, (tokens // self.ratio - self.blocks + 1) * self.ratio)
+
     def project(self, h: Tensor) -> Tensor:
         """h [T, hidden] to journal rows C | Z, fp32 [T, 2 * coff * d], the bias not yet in."""
         return F.linear(h.float(), self._projection)
@@ -81,7 +85,7 @@ class Compressor:
         opened, closed = first // ratio, (first + len(rows)) // ratio
         if opened == closed:
             return opened, rows.new_empty(0, self.dim)
-        start = max(0, (opened - self.blocks + 1) * ratio)
+        start = self.journal_from(first)
         rows = rows[: closed * ratio - first]
         if start < first:
             if tail is None:

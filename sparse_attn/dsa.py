@@ -116,6 +116,9 @@ class DsaSelector(Selector):
             taken.closed.append(Closed("idx", x.first, keys[:, None].to(config.entry_dtype)))
         return taken
 
+    def _journal_from(self, space: str, tokens: int) -> int:
+        raise KeyError(f"{space} has no journal")
+
     def select(self, state: SelectorState, x: LayerInputs) -> Selection:
         self._check_observed(state, x)
         ids = self._given(x) if self._weights.indexer is None else self._top(state, x, self._weights.indexer)

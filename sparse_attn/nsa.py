@@ -176,6 +176,9 @@ class NsaSelector(Selector):
         keys, values = blocks[..., : config.dk], blocks[..., config.dk :]
         return known, torch.cat((self._weights.key.apply(keys), self._weights.value.apply(values)), -1)
 
+    def _journal_from(self, space: str, tokens: int) -> int:
+        return min(tokens, self.spaces[space].count(tokens) * self.config.stride)
+
     def select(self, state: SelectorState, x: LayerInputs) -> Selection:
         self._check_observed(state, x)
         config, weights = self.config, self._weights

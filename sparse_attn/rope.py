@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def frequencies(rope_dim: int, theta: float) -> Tensor:
-    return theta ** (-torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
+    # In the order of the released code, to the bit: a rounding more turns position 10^6 by a twentieth of a radian.
+    return 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim)
 
 
 def yarn_frequencies(
@@ -36,7 +37,8 @@ def yarn_frequencies(
     high = min(math.ceil(channel_of(beta_slow)), rope_dim - 1)
     width = high - low if high > low else 0.001
     ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return plain / factor * ramp + plain * (1 - ramp)
+    kept = 1 - ramp
+    return plain / factor * (1 - kept) + plain * kept
 
 
 def _cos_sin(x: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

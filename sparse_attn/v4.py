@@ -159,6 +159,9 @@ class V4Selector(Selector):
                 taken.closed.append(Closed(space, first, entries[:, None].to(self.config.entry_dtype)))
         return taken
 
+    def _journal_from(self, space: str, tokens: int) -> int:
+        return self._compressors[space].journal_from(tokens)
+
     def select(self, state: SelectorState, x: LayerInputs) -> Selection:
         self._check_observed(state, x)
         config, positions = self.config, x.positions(self._sink.device)
