@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -160,44 +160,87 @@ def fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     )
 
 
-@dataclass(frozen=True)
+def log_probabilities(model: DeepseekV4ForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """fp32 [tokens - 1]: of each token after the first, by one forward without a cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    known = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    assert known.isfinite().all()
+    return known
+
+
+@dataclass
+class Choices:
+    """What a served sequence chose, by layer: experts [tokens, k], and CSA entries [tokens, k], -1 for none; in any order."""
+
+    experts: dict[int, torch.Tensor] = field(default_factory=dict)
+    entries: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Reference:
-    """What one forward without a cache says of a sequence, fp32 [tokens - 1] each."""
+    """One forward without a cache that chooses for itself, but for near ties, where it chooses as the served model did.
 
-    log_probabilities: torch.Tensor  # of each token after the first
-    # Between the last chosen and the first not chosen, of experts and of entries, in the layer where that is least: where it
-    # is no more than rounding, another order of summation may choose otherwise, and all that follows differs.
-    least_gap: torch.Tensor
+    A gap between the last chosen and the first not chosen that is no more than rounding is no choice: another order of sums
+    may choose otherwise, and all that follows differs.
+    """
+
+    log_probabilities: torch.Tensor  # fp32 [tokens - 1], of each token after the first
+    ties: int  # near ties where it would have chosen otherwise
+    choices: int
 
 
-def reference(model: DeepseekV4ForCausalLM, tokens: list[int]) -> Reference:
-    gaps = torch.full((len(tokens),), torch.inf)
+def reference(model: DeepseekV4ForCausalLM, tokens: list[int], served: Choices, near_tie: float) -> Reference:
+    """Raises AssertionError where the served model chose otherwise by more than `near_tie`."""
+    found = Reference(torch.empty(0), 0, 0)
 
-    def note(scores: torch.Tensor, chosen: int) -> None:
-        if scores.shape[1] > chosen:
-            best = scores.topk(chosen + 1).values
-            torch.minimum(gaps, (best[:, -2] - best[:, -1]).nan_to_num(torch.inf), out=gaps)
+    def agreed(what: str, scores: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Rows of `own` and `other` [tokens, k]: the other's where it is as good. scores [tokens, n], -1 means no choice."""
+        found.choices += len(own)
+        sets = [
+            ids.sort(-1).values
+            for ids in (own, torch.nn.functional.pad(other, (0, own.shape[1] - other.shape[1]), value=-1))
+        ]
+        for row in (sets[0] != sets[1]).any(-1).nonzero()[:, 0].tolist():
+            lists = [set(ids[row].tolist()) - {-1} for ids in sets]
+            assert len(lists[0]) == len(lists[1]), (
+                f"{what}, token {row}: {lists[1]} chosen instead of {lists[0]}"
+            )
+            worst = [scores[row, sorted(ids)].min() for ids in lists]
+            assert worst[0] - worst[1] < near_tie, (
+                f"{what}, token {row}: chose {lists[1] - lists[0]} instead of {lists[0] - lists[1]}, worse by "
+                f"{worst[0] - worst[1]:.1e}"
+            )
+            found.ties += 1
+        return sets[1]
 
-    def of_router(module, _, out) -> None:
-        note(module.score_fn(out[0]) + module.e_score_correction_bias, module.top_k)
+    def of_router(layer: int, module, _, out):
+        logits, _, own = out
+        scores = module.score_fn(logits)
+        if not isinstance(module, theirs.DeepseekV4TopKRouter):
+            assert torch.equal(own, served.experts[layer]), "the table's experts"
+            return None
+        biased = scores + module.e_score_correction_bias
+        experts = agreed(f"layer {layer}, experts", biased, own, served.experts[layer])
+        weights = scores.gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True) * module.routed_scaling_factor, experts
 
-    def of_indexer(module, _, out) -> None:
-        closed = torch.arange(1, len(tokens) + 1)[:, None] // 4
-        hidden = torch.arange(out.shape[2]) >= closed
-        note(out[0].masked_fill(hidden, -torch.inf), model.config.index_topk)
+    scored = {}
 
-    modules = {theirs.DeepseekV4TopKRouter: of_router, theirs.DeepseekV4IndexerScorer: of_indexer}
-    hooks = [
-        module.register_forward_hook(modules[type(module)])
-        for module in model.modules()
-        if type(module) in modules
-    ]
+    def of_indexer(layer: int, _, __, out):
+        return agreed(f"layer {layer}, entries", scored[layer], out[0], served.entries[layer])[None]
+
+    hooks = []
+    for layer, block in enumerate(model.model.layers):
+        hooks.append(block.mlp.gate.register_forward_hook(functools.partial(of_router, layer)))
+        if isinstance(block.self_attn.compressor, theirs.DeepseekV4CSACompressor):
+            indexer = block.self_attn.compressor.indexer
+            note = lambda _, __, out, layer=layer: scored.__setitem__(layer, out[0])  # noqa: E731
+            hooks.append(indexer.scorer.register_forward_hook(note))
+            hooks.append(indexer.register_forward_hook(functools.partial(of_indexer, layer)))
     try:
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        found.log_probabilities = log_probabilities(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    known = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-    assert known.isfinite().all()
-    return Reference(known, gaps[:-1])
+    return found
