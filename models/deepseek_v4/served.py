@@ -55,6 +55,7 @@ class InplaceV4ForCausalLM(nn.Module):
         self.norm = RmsNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.lm_head = ParallelLMHead(geometry.vocab_size, geometry.hidden_size)
         self.logits_processor = LogitsProcessor(config)
+        self._loaded = False
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -73,7 +74,12 @@ class InplaceV4ForCausalLM(nn.Module):
         return self.logits_processor(input_ids, self.norm(self.hc_head(streams)), self.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._loaded:
+            raise RuntimeError(
+                "DeepSeek-V4's weights cannot be replaced while it is served: its selectors hold copies"
+            )
         load_tensors(self, weights)
+        self._loaded = True
 
 
 EntryClass = InplaceV4ForCausalLM

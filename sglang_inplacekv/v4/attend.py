@@ -18,7 +18,7 @@ from sglang_inplacekv.v4.entries import Located
 from sglang_inplacekv.v4.pool import InplaceV4Pool
 from sglang_inplacekv.v4.requests import ENTRIES, WINDOW, LayerStore, Request
 from sglang_inplacekv.v4.spans import attend_spans
-from sparse_attn import LayerInputs, Segment, Selection, V4Selector
+from sparse_attn import LayerInputs, Segment, Selection, SelectorState, V4Selector
 from sparse_attn.attend import State, attend_rows, expand, merge
 
 _NEVER = np.iinfo(np.int64).max
@@ -59,14 +59,18 @@ class LayerAttention:
         outs = []
         for own, x, selection in zip(parts, inputs, selections, strict=True):
             outs.append(selector.finish([merge(own, selection.sink)[0]], x, selection))
+        for request, state in zip(requests, states, strict=True):
+            # Of every layer of a long chunk they would add up.
+            request.fresh.pop(self.layer, None)
+            store_of(state).window = None
         return torch.cat(outs)
 
     def _observed(self) -> None:
         """The layer's new entries are in the requests' stores."""
 
     def _attend_window(self, request: Request, q: torch.Tensor, segment: Segment) -> State:
-        store = self.pool.states.state(request.row, self.layer).store
-        assert isinstance(store, LayerStore) and store.window is not None and segment.span is not None
+        store = store_of(self.pool.states.state(request.row, self.layer))
+        assert store.window is not None and segment.span is not None
         first, last = (bound - store.window_first for bound in segment.span)
         return attend_spans(q, store.window, first, last, self.scale)
 
@@ -160,6 +164,11 @@ class SparseAttention(LayerAttention):
         row_bytes = self.pool.regions.shape.token_bytes // self.pool.regions.shape.layers
         crossed = counts["T"] * row_bytes
         self.pool.executor.note_costs(Costs(cpu_tokens=counts["C"], transfer_bytes=crossed))
+
+
+def store_of(state: SelectorState) -> LayerStore:
+    assert isinstance(state.store, LayerStore)
+    return state.store
 
 
 def segment_of(selection: Selection, space: str) -> Segment:

@@ -55,6 +55,7 @@ def test_released_configurations_resolve(tmp_path, caplog, config) -> None:
             "--radix-cache-backend: asked mine, possible with DeepSeek-V4 and --attention-backend inplacekv is unset",
         ),
         ({"quantization": "fp8"}, "--quantization: asked fp8, possible with DeepSeek-V4 .* is unset"),
+        ({"enable_eplb": True}, "--enable-eplb: asked True, possible with DeepSeek-V4 .* is False"),
         ({"cpu_offload_gb": 4}, "--cpu-offload-gb: asked 4, possible with DeepSeek-V4 .* is 0"),
         (
             {"json_model_override_args": "[1]"},

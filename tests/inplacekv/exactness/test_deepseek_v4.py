@@ -119,9 +119,8 @@ def test_capacity_is_pages_and_nothing_else() -> None:
         assert runner.kv_pool.regions.sizes.host_pages == 5
         held = runner.kv_pool.states.nbytes
         assert held > 0 and runner.kv_pool.get_kv_size_bytes() == runner.kv_pool.nbytes + held
-        # SGLang starts no request that would fill the last page.
-        (prompt,) = prompts(7 * PAGE - 20, seed=6)
-        handle = runner.submit(prompt, max_new_tokens=16)
+        (prompt,) = prompts(6 * PAGE - 20, seed=6)
+        handle = runner.submit(prompt, max_new_tokens=40)
         runner.run_until_idle()
         assert_all_returned(runner)
     served.assert_equals_transformers(handle)
