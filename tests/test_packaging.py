@@ -125,7 +125,7 @@ def test_license_of_the_distribution() -> None:
 
 # Which of these a folder may import; torch, numpy and the standard library are free to all.
 FORBIDDEN = {
-    "cpu_attn": {"sglang", "sglang_inplacekv", "models", "flashinfer", "transformers"},
+    "cpu_attn": {"sglang", "sglang_inplacekv", "sparse_attn", "models", "flashinfer", "transformers"},
     "models": {"sglang_inplacekv", "models", "cpu_attn", "flashinfer"},
     "sparse_attn": {"sglang", "sglang_inplacekv", "models", "flashinfer", "transformers"},
     "sglang_inplacekv": {"models", "tests"},

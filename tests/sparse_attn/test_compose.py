@@ -127,8 +127,13 @@ def test_rollback_drops_copies_of_entries_that_are_no_more(kind: str, policy: Po
     for first in range(33, 57, 3):
         composer.forward(state, tokens_of(selector, 6, seed=first, first=first))
         composer.rollback(state, 6)
+        for name, hot in composer.hot.items():
+            left = selector.spaces[name].count(first)
+            assert (hot.slots(torch.arange(left, left + 9)) == -1).all()
         piece = part(right, first, first + 3)
         out = composer.forward(state, piece)
+        for hot in composer.hot.values():
+            hot.check_integrity()
         straight = selector.new_state()
         selector.observe(straight, part(right, 0, first + 3))
         torch.testing.assert_close(out, undivided(selector, straight, piece), rtol=1e-5, atol=1e-5)

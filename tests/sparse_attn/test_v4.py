@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn import LayerInputs, V4Selector
+from sparse_attn import LayerInputs, V4Config, V4Selector, V4Weights
 from sparse_attn.attend import attend_selection
 from tests.sparse_attn import oracle_v4
 from tests.sparse_attn.oracle_v4 import KINDS, Oracle, inputs_of, project_out, selector_of
@@ -104,3 +104,31 @@ def test_refuses_tokens_out_of_order_and_of_a_wrong_shape() -> None:
     with pytest.raises(ValueError, match="needs h of 8 tokens"):
         selector.observe(state, LayerInputs(0, kv=x.kv))
     assert state.tokens == 0 and not state.tails
+
+
+def test_entries_are_kept_in_the_dtype_asked_for_and_computed_in_fp32() -> None:
+    oracle = Oracle(oracle_v4.tiny_config("csa"))
+    h = hidden_states(TOKENS, oracle.config.hidden_size)
+    exact, rounded = selector_of(oracle, "csa"), selector_of(oracle, "csa", entry_dtype=torch.bfloat16)
+    x = inputs_of(oracle, "csa", h, 0, TOKENS)
+    states = [selector.new_state() for selector in (exact, rounded)]
+    for wanted, found in zip(exact.observe(states[0], x), rounded.observe(states[1], x)):
+        assert torch.equal(found.values, wanted.values.bfloat16())
+    assert states[1].tails["cmp"].dtype == torch.float32
+    assert rounded.spaces["cmp"].entry_bytes == 64 * 2
+
+
+def test_spaces_of_the_released_geometry() -> None:
+    """Window and journals stay, the entries may spill; bytes of the released fp8 formats."""
+    spaces = V4Config("csa", entry_bytes=584, index_bytes=132).spaces()
+    assert {name for name, space in spaces.items() if space.spill} == {"cmp"}
+    assert {name for name, space in spaces.items() if not space.dv} == {"idx"}
+    grown = sum(space.entry_bytes / space.stride for space in spaces.values() if space.ring is None)
+    assert grown == (584 + 132) / 4
+    assert spaces["cmp"].count(2**20) * 584 == 146 * 2**20
+    assert [spaces["cmp"].count(tokens) for tokens in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    assert [V4Config("hca").spaces()["cmp"].count(tokens) for tokens in (127, 128, 255)] == [0, 1, 1]
+    with pytest.raises(ValueError, match="kind must be swa, csa or hca, is 'mla'"):
+        V4Config("mla")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a csa layer needs weights of its compressor and indexer"):
+        V4Selector(V4Config("csa"), V4Weights(torch.zeros(64), torch.zeros(32)))
