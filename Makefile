@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip
 MODELS := $(or $(INPLACEKV_MODELS),.models)
-SMALL_MODELS := qwen3_moe mixtral deepseek_v2 deepseek_v2_yarn smollm2
+SMALL_MODELS := qwen3_moe mixtral deepseek_v2 deepseek_v2_yarn deepseek_v4 smollm2
 
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -116,7 +116,7 @@ $(STAMPS)/requirements: $(STAMPS)/venv requirements/cpu.txt requirements/test.tx
 
 # An editable install sees edits of Python files at once; it has to be renewed when files come, go or move.
 $(STAMPS)/python-files: FORCE | $(STAMPS)/venv
-	@find sglang_inplacekv cpu_attn models -name '*.py' 2>/dev/null | LC_ALL=C sort > $@.new
+	@find sglang_inplacekv cpu_attn sparse_attn models -name '*.py' 2>/dev/null | LC_ALL=C sort > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(STAMPS)/project: $(STAMPS)/requirements $(STAMPS)/python-files pyproject.toml CMakeLists.txt $(CXX_SOURCES)

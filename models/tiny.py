@@ -78,6 +78,42 @@ _YARN: dict[str, Any] = {
     "mscale_all_dim": 0.707,
 }
 
+# As DeepSeek-V4, with every kind of layer. 16 index heads or more: with fewer, scores are often exactly zero and tie.
+_V4: dict[str, Any] = {
+    **{name: value for name, value in _COMMON.items() if name != "rope_parameters"},
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 8192,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 48,
+    "o_groups": 4,
+    "o_lora_rank": 24,
+    "sliding_window": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 16,
+    "compress_ratios": [0, 4, 128, 4],
+    "rope_theta": 10_000.0,
+    "compress_rope_theta": 160_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 512,
+    },
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "num_hash_layers": 1,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "num_nextn_predict_layers": 0,
+}
+
 # SGLang's Mixtral derives head_dim as hidden_size / heads, hence 256 = 4 * 64 there.
 TINY_KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -98,13 +134,25 @@ TINY_KINDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": _MLA,
     "deepseek_v2_yarn": {**_MLA, "rope_parameters": _YARN, "max_position_embeddings": 163840},
+    "deepseek_v4": _V4,
 }
 
 # Standard deviation of a layer's output over that of its unit-scale input.
 _GAIN = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 2.0, "lm_head": 2.0}
+_GAIN |= {"o_b_proj": 2.0}
 _GAIN |= {"kv_a_proj_with_mqa": 1.5, "kv_b_proj": 1.5}  # of a key: its rotated part, and the rest
-_NORM_CENTRE = {"q_norm": 1.5, "k_norm": 1.5}
+_NORM_CENTRE = {"q_norm": 1.5, "k_norm": 1.5, "kv_norm": 1.5}
 _NORM_JITTER = 0.1
+# Of DeepSeek-V4: what transformers makes zeros or ones, which would hide errors of sign and order. (mean, standard deviation)
+_V4_DRAWN = {
+    "sinks": (0.0, 1.0),
+    "position_bias": (0.0, 0.5),
+    "e_score_correction_bias": (0.0, 0.1),
+    "base": (0.0, 0.5),
+    "hc_base": (0.0, 0.5),
+    "scale": (1.0, 0.3),
+    "hc_scale": (1.0, 0.3),
+}
 
 
 def make_tiny(kind: str, out_dir: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -137,31 +185,56 @@ def _recipe(kind: str, seed: int, fields: dict[str, Any]) -> str:
 
 def _build_model(kind: str, fields: dict[str, Any], seed: int) -> PreTrainedModel:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type = kind.removesuffix("_yarn")
+    config_class, model_class = _classes(kind)
     # transformers would keep a misspelt field and ignore it.
-    known = {*AutoConfig.for_model(model_type).to_dict(), *TINY_KINDS[kind]}
+    known = {*config_class().to_dict(), *TINY_KINDS[kind]}
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"{kind} config has no field {', '.join(unknown)}")
-    config = AutoConfig.for_model(model_type, **fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class._from_config(config_class(**fields), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _fill(name, weight, generator)
+        for name, buffer in sorted(model.named_buffers()):
+            _fill_buffer(name.rsplit(".", 1)[-1], buffer, fields, generator)
     return model
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    """Of the configuration and the model, asked by model type; SGLang makes the type deepseek_v4 mean a config of its own."""
+    if kind == "deepseek_v4":
+        from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
+
+        return DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config_class = CONFIG_MAPPING[kind.removesuffix("_yarn")]
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
 def _fill(name: str, weight: Any, generator: Any) -> None:
     """Draw one weight in place; ``weight`` is ``[out, in]``, ``[experts, out, in]`` or a norm's ``[features]``."""
     layer = next((part for part in reversed(name.split(".")) if part != "weight"), "")
-    if weight.dim() == 1:
+    if layer in _V4_DRAWN:
+        weight.normal_(*_V4_DRAWN[layer], generator=generator)
+    elif weight.dim() == 1:
         weight.normal_(_NORM_CENTRE.get(layer, 1.0), _NORM_JITTER, generator=generator)
     elif layer == "embed_tokens":
         weight.normal_(0.0, 1.0, generator=generator)
     else:
         weight.normal_(0.0, _GAIN.get(layer, 1.0) / math.sqrt(weight.shape[-1]), generator=generator)
+
+
+def _fill_buffer(name: str, buffer: Any, fields: dict[str, Any], generator: Any) -> None:
+    """Draw a buffer that a checkpoint keeps: the router's bias, and experts by token id, those of one token all different."""
+    if name in _V4_DRAWN:
+        buffer.normal_(*_V4_DRAWN[name], generator=generator)
+    elif name == "tid2eid":
+        import torch
+
+        order = torch.rand(len(buffer), fields["n_routed_experts"], generator=generator).argsort(1)
+        buffer.copy_(order[:, : buffer.shape[1]])
 
 
 def _build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

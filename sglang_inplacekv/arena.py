@@ -178,8 +178,7 @@ class HostArena:
 
     def zero_copy_index(self, pages: np.ndarray) -> np.ndarray:
         """Rows of the zero-copy tensors, the same in every layer, that hold these T pages; int32."""
-        chunk, slot = self.sizes.locate(pages)
-        return (chunk * (self._chunk_stride // self.page_stride) + slot).astype(np.int32)
+        return self.row_page_index(pages).astype(np.int32)
 
     def copy_runs(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The copies between a packed buffer [len(pages), parts, block] and the homes: (home address, buffer offset, bytes).
@@ -205,6 +204,26 @@ class HostArena:
     def transfer_view(self, chunk: int, layer: int) -> torch.Tensor:
         s, data = self.shape, self._chunks[chunk][layer]
         return data.view(-1, s.parts, s.page_size, s.kv_heads, s.head_dim)
+
+    def layer_rows(self, layer: int) -> torch.Tensor:
+        """All rows of one layer, `[rows, head_dim]`: of one part and one KV head, whose two layouts are the same.
+
+        Slot s of a page is row `row_page_index(pages) * G + s`. All other rows are other layers' or no memory at all.
+        """
+        s = self.shape
+        if s.parts * s.kv_heads != 1:
+            raise ValueError(f"{s.parts} parts of {s.kv_heads} KV heads have no rows of their own")
+        if not self._chunks:
+            return torch.empty(0, s.head_dim, dtype=s.dtype)
+        last = np.array([self.sizes.pages - 1])
+        rows = (int(self.row_page_index(last)[0]) + 1) * s.page_size
+        first = layer * self.layer_stride // s.dtype.itemsize
+        return self._chunks[0].as_strided((rows, s.head_dim), (s.head_dim, 1), first)
+
+    def row_page_index(self, pages: np.ndarray) -> np.ndarray:
+        """Where host pages lie in `layer_rows`, in pages; int64."""
+        chunk, slot = self.sizes.locate(pages)
+        return chunk * (self._chunk_stride // self.page_stride) + slot
 
     def raw_pages(self, chunk: int, layer: int) -> torch.Tensor:
         """`[pages, parts, block]`: a page's bytes whatever its layout, for copies that do not look inside."""

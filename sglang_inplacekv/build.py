@@ -20,8 +20,10 @@ from sglang_inplacekv.pool import InplaceMHAPool, InplaceMLAPool, RegionPool
 from sglang_inplacekv.probes import HostRates, host_rates
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.server_defaults import check_settings
-from sglang_inplacekv.sizing import kv_shape, take_planned
+from sglang_inplacekv.sizing import kv_shape, take_planned, v4_layout
 from sglang_inplacekv.trace import TraceWriter
+from sglang_inplacekv.v4.pool import InplaceV4Pool
+from sglang_inplacekv.v4.settings import is_v4
 from sglang_inplacekv.write_scope import AUTO_START_SHARE
 
 logger = logging.getLogger(__name__)
@@ -37,26 +39,32 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         )
     config = InplaceConfig.from_env()
     device = torch.device(kvc.device).type
-    model = ModelKV(kv_shape(kvc), kvc.model_config.get_num_attention_heads(1))
-    rates = _probe(config, model, device)
+    v4 = v4_layout(kvc)
+    model = ModelKV(kv_shape(kvc) if v4 is None else v4.shape, kvc.model_config.get_num_attention_heads(1))
+    # Rates are those of streamed pages, which DeepSeek-V4 has none of.
+    rates = None if v4 is not None else _probe(config, model, device)
     team = make_team(config.threads if rates is None else rates.team.threads, device)
     regions = Regions(config, model.shape, planned, team, device)
-    pool = (InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool)(
-        regions,
-        make_executor(regions, device),
-        make_control(regions, model, rates),
-        req_to_token_pool,
-        start_layer=kvc.layer_info.start_layer,
-        end_layer=kvc.layer_info.end_layer,
-        device=kvc.device,
+    executor, layers = make_executor(regions, device), kvc.layer_info
+    common = {
+        "start_layer": layers.start_layer,
+        "end_layer": layers.end_layer,
+        "device": kvc.device,
         # Last, since an earlier trace ends with it.
-        trace=TraceWriter(config.trace) if config.trace else None,
-    )
+        "trace": TraceWriter(config.trace) if config.trace else None,
+    }
+    pool: RegionPool
+    if v4 is not None:
+        pool = InplaceV4Pool(v4, regions, executor, req_to_token_pool, **common)
+    else:
+        control = make_control(regions, model, rates)
+        kind = InplaceMLAPool if kvc.use_mla_backend else InplaceMHAPool
+        pool = kind(regions, executor, control, req_to_token_pool, **common)
     logger.info(
-        f"InplaceKV regions: D {planned.device_pages * planned.page_size} tokens, C+T {planned.host_pages * planned.page_size} "
-        f"tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, {planned.window_pages} windows, two P tiles of "
-        f"{planned.tile_pages} pages, page size {planned.page_size}, share target {regions.scope.target_share:g}, "
-        f"CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
+        f"InplaceKV regions: D {planned.device_pages * planned.page_tokens} tokens, "
+        f"C+T {planned.host_pages * planned.page_tokens} tokens in {planned.chunks} chunks of {planned.chunk_pages} pages, "
+        f"{planned.window_pages} windows, two P tiles of {planned.tile_pages} pages, page size {planned.page_tokens}, "
+        f"share target {regions.scope.target_share:g}, CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
     )
     return pool
 
@@ -95,6 +103,11 @@ def build_backend(runner):
     from sglang_inplacekv.model_check import check_model
 
     hooks.verify()
+    if is_v4(runner.model_config.hf_config):
+        from sglang_inplacekv.v4.backend import InplaceV4Backend
+
+        check_settings(resolving_view(get_server_args()))
+        return InplaceV4Backend(runner)
     if runner.use_mla_backend:
         from sglang_inplacekv import mla
 

@@ -34,6 +34,10 @@ class Costs:
     transfer_bytes: int = 0  # a page that requests share crosses once
     exposed_s: float = 0.0  # what attention over P stood still for transfers, beside the CPU's attention too
 
+    def add(self, other: Costs) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     @property
     def hidden_s(self) -> float:
         """Of transfer_s, what went on behind other work. Never negative: a wait may begin before its copy does."""

@@ -96,6 +96,18 @@ def _decode_graphs(original, runner):
     return DecodeGraphs(runner)
 
 
+def _model_architecture(original, model_config):
+    from sglang_inplacekv.models.deepseek_v4 import ARCHITECTURE
+
+    if ARCHITECTURE in (getattr(model_config.hf_config, "architectures", None) or ()):
+        from sglang.srt.models.registry import ModelRegistry
+
+        from sglang_inplacekv.models.deepseek_v4.served import EntryClass
+
+        ModelRegistry.models[ARCHITECTURE] = EntryClass
+    return original(model_config)
+
+
 def _support_triton(original, backend: str):
     return False if backend == BACKEND_NAME and cpu_host.is_cpu_host() else original(backend)
 
@@ -184,6 +196,12 @@ HOOKS = (
         "one form is a whole graph, the other breaks at attention; SGLang's settings choose one kind for all",
     ),
     Hook(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        HookType.AROUND,
+        _model_architecture,
+        "our DeepSeek-V4 joins SGLang's registry when it is first asked for: importing that registry loads every model",
+    ),
+    Hook(
         "sglang.srt.utils.common.support_triton",
         HookType.AROUND,
         _support_triton,
@@ -250,6 +268,7 @@ _EXPECTED = {
     "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "_graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
     "_decode_graphs": "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",
+    "_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
     "_support_triton": "sglang.srt.utils.common.support_triton",
     "_add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
     "_from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",

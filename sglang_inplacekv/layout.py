@@ -91,11 +91,16 @@ class RegionSizes:
     host_pages: int  # C + T homes
     chunk_pages: int
     tile_pages: int  # of one P tile; there are two
-    page_size: int
+    page_size: int  # rows of a page of a layer
+    row_tokens: int = 1  # that a row stands for
+
+    @property
+    def page_tokens(self) -> int:
+        return self.page_size * self.row_tokens
 
     @property
     def capacity_tokens(self) -> int:
-        return (self.device_pages + self.host_pages) * self.page_size
+        return (self.device_pages + self.host_pages) * self.page_tokens
 
     @property
     def chunks(self) -> int:

@@ -111,7 +111,7 @@ class StepMetrics:
 
     def observe(self, plan: StepPlan, began_s: float) -> None:
         if plan.is_decode:
-            read = plan.attended_tokens(self._regions.sizes.page_size)
+            read = plan.attended_tokens(self._regions.sizes.page_tokens)
             computed = read["C"] + read["stolen"]
             host = computed + read["T"]
             self.effective_share = computed / host if host else 0.0
@@ -148,7 +148,7 @@ class StepMetrics:
             TracedStep(
                 step=self._decode_steps,
                 requests=len(spans),
-                tokens=sum(span.length for span in spans),
+                tokens=sum(span.length for span in spans) * self._regions.sizes.row_tokens,
                 host_tokens=host_tokens,
                 target=self._regions.scope.target_share,
                 effective=self.effective_share,

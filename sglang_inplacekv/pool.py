@@ -48,12 +48,13 @@ class RegionPool(KVCache):
         self.device_only = False
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
-        self.gate = AdmissionGate(regions.config.admission, self)
+        self.gate = self._make_gate(regions.config.admission)
         self.metrics = StepMetrics(regions, control, self.gate, trace)
-        self.page_lists = PageLists(req_to_token_pool, shape.page_size, verify=regions.config.verify)
+        page_tokens = regions.sizes.page_tokens
+        self.page_lists = PageLists(req_to_token_pool, page_tokens, verify=regions.config.verify)
         super().__init__(
             size=regions.sizes.capacity_tokens,
-            page_size=shape.page_size,
+            page_size=page_tokens,
             dtype=shape.dtype,
             layer_num=shape.layers,
             device=device,
@@ -62,6 +63,9 @@ class RegionPool(KVCache):
             end_layer=end_layer,
             **self._row_arguments(),
         )
+
+    def _make_gate(self, policy: str) -> AdmissionGate:
+        return AdmissionGate(policy, self)
 
     @abstractmethod
     def _row_arguments(self) -> dict[str, Any]:
@@ -84,9 +88,12 @@ class RegionPool(KVCache):
         if is_decode and self._control is not None:
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
         self.plan = self.planner.build(spans, is_decode)
-        self.executor.begin_forward(self.plan, graph_rows)
+        self._start(self.plan, graph_rows)
         self.metrics.observe(self.plan, began_s)
         return self.plan
+
+    def _start(self, plan: StepPlan, graph_rows: int | None) -> None:
+        self.executor.begin_forward(plan, graph_rows)
 
     def _end_step(self) -> float:
         """Between forwards: take back what the one before has released, and account for what it has cost.

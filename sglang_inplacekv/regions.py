@@ -53,7 +53,7 @@ class Regions:
 
     def tokens_by_region(self) -> dict[str, int]:
         """Allocated tokens per region (whole pages), and open windows as tokens."""
-        size = self.sizes.page_size
+        size = self.sizes.page_tokens
         return {
             "D": self.homes.device_used_pages * size,
             "C": self.scope.compute_pages * size,

@@ -13,6 +13,7 @@ from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError, InplaceConfig
 from sglang_inplacekv.cores import team_cores
 from sglang_inplacekv.trace import check_path
+from sglang_inplacekv.v4 import settings as v4
 
 DEFAULT_PAGE_SIZE = 256
 DEFAULT_CHUNK_TOKENS = 8192
@@ -78,6 +79,7 @@ def prepare_server_args(args: Any) -> None:
     if config.trace is not None:
         check_path(config.trace)
     _refuse_conflicts(args)
+    v4.prepare(args)
     for field, value in _FILLED.items():
         if getattr(args, field) is None:
             setattr(args, field, value)
@@ -142,6 +144,11 @@ def _check_model(settings: Any, model_config: Any, *, on_cpu: bool) -> None:
     def refuse(asked: str, possible: str) -> None:
         raise ConfigError(f"--attention-backend {BACKEND_NAME}: asked {asked}, possible are {possible}")
 
+    if v4.is_v4(model_config.hf_config):
+        v4.check(settings, model_config)
+        if not supports_latent(model_config.head_dim, 0):
+            refuse(f"head_dim {model_config.head_dim}", LATENT_WIDTHS)
+        return
     is_mla = model_config.attention_arch == AttentionArch.MLA
     if mambaish_config(model_config) is not None:
         refuse("a model with Mamba or linear-attention layers", "models with attention in every layer")

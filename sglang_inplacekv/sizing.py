@@ -27,6 +27,8 @@ from sglang_inplacekv.layout import (
     RegionSizes,
     plan_regions,
 )
+from sglang_inplacekv.v4.layout import V4Layout, plan_v4_regions
+from sglang_inplacekv.v4.settings import is_v4, layout_of
 
 # What --kv-cache-dtype can name; "auto" is the model's own dtype.
 _KV_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -46,18 +48,35 @@ class Demand:
     max_running_requests: int
     context_tokens: int
     chunk_tokens: int  # longest prefill chunk
+    v4: V4Layout | None = None  # `shape` is then that of its entries
+
+    @property
+    def page_tokens(self) -> int:
+        return self.shape.page_size if self.v4 is None else self.v4.page_tokens
 
     @property
     def reachable_bytes(self) -> int:
         """What all running requests together can fill, in whole pages."""
-        pages = -(-self.context_tokens // self.shape.page_size)
+        pages = -(-self.context_tokens // self.page_tokens)
         return self.max_running_requests * pages * self.shape.page_bytes
+
+
+def v4_layout(kvc) -> V4Layout | None:
+    """Of a DeepSeek-V4 model's state, from SGLang's KVCacheConfigurator."""
+    if not is_v4(kvc.model_config.hf_config):
+        return None
+    _check_dtype(kvc)
+    return layout_of(kvc.model_config.hf_config, kvc.kv_cache_dtype, kvc.page_size)
+
+
+def _check_dtype(kvc) -> None:
+    if kvc.kv_cache_dtype not in _MODEL_DTYPES:
+        _refuse_dtype(kvc.kv_cache_dtype_str)
 
 
 def kv_shape(kvc) -> KVShape:
     """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
-    if kvc.kv_cache_dtype not in _MODEL_DTYPES:
-        _refuse_dtype(kvc.kv_cache_dtype_str)
+    _check_dtype(kvc)
     parallel = get_parallel()
     return KVShape(
         layers=kvc.layer_info.num_effective_layers,
@@ -84,17 +103,23 @@ def check_budgets(settings, model_config) -> None:
     """Refuse, before the model is loaded, budgets that the scheduler process would refuse after."""
     if settings.kv_cache_dtype != "auto" and settings.kv_cache_dtype not in _KV_DTYPES:
         _refuse_dtype(settings.kv_cache_dtype)
-    shape = KVShape(
-        layers=model_config.num_hidden_layers,
-        **_heads(model_config, 1, 1),
-        dtype=_KV_DTYPES.get(settings.kv_cache_dtype, model_config.dtype),
-        page_size=settings.page_size,
-    )
+    dtype = _KV_DTYPES.get(settings.kv_cache_dtype, model_config.dtype)
+    v4 = None
+    if is_v4(model_config.hf_config):
+        v4 = layout_of(model_config.hf_config, dtype, settings.page_size)
+        shape = v4.shape
+    else:
+        shape = KVShape(
+            layers=model_config.num_hidden_layers,
+            **_heads(model_config, 1, 1),
+            dtype=dtype,
+            page_size=settings.page_size,
+        )
     # How much memory a GPU has left is not known before the weights are loaded.
-    plan_for(_demand(shape, settings.device, settings, model_config), sys.maxsize, None)
+    plan_for(_demand(shape, settings.device, settings, model_config, v4), sys.maxsize, None)
 
 
-def _demand(shape: KVShape, device: str, settings, model_config) -> Demand:
+def _demand(shape: KVShape, device: str, settings, model_config, v4: V4Layout | None) -> Demand:
     chunk = settings.chunked_prefill_size
     return Demand(
         shape,
@@ -102,6 +127,7 @@ def _demand(shape: KVShape, device: str, settings, model_config) -> Demand:
         max_running_requests=settings.max_running_requests,
         context_tokens=model_config.context_len,
         chunk_tokens=chunk if chunk and chunk > 0 else model_config.context_len,
+        v4=v4,
     )
 
 
@@ -133,7 +159,9 @@ class InplacePoolConfigurator(MemoryPoolConfigurator):
     @refuses_in_one_line
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:
         kvc = self._kvc
-        demand = _demand(kv_shape(kvc), kvc.device, get_schedule(), kvc.model_config)
+        v4 = v4_layout(kvc)
+        shape = kv_shape(kvc) if v4 is None else v4.shape
+        demand = _demand(shape, kvc.device, get_schedule(), kvc.model_config, v4)
         sizes = plan_for(demand, self._available_bytes, capacity_tokens)
         _planned[id(kvc)] = sizes
         return MemoryPoolConfig(max_total_num_tokens=sizes.capacity_tokens)
@@ -144,11 +172,26 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
     config, shape = InplaceConfig.from_env(), demand.shape
     host_available = host_memory_available()
     host_bytes = min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes)
+    device_bytes = min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes
+    if demand.v4 is not None:
+        sizes = plan_v4_regions(
+            config,
+            demand.v4,
+            max_running_requests=demand.max_running_requests,
+            device_bytes_auto=device_bytes,
+            host_bytes_auto=host_bytes,
+            staging_tokens=demand.chunk_tokens,
+            workspace_bytes=0
+            if demand.on_cpu
+            else WORKSPACE_BYTES_CUDA + demand.v4.read_bytes(demand.context_tokens),
+            capacity_tokens=capacity_tokens,
+        )
+        return _checked(sizes, demand, host_available)
     sizes = plan_regions(
         config,
         shape,
         max_running_requests=demand.max_running_requests,
-        device_bytes_auto=min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes,
+        device_bytes_auto=device_bytes,
         host_bytes_auto=host_bytes,
         staging_tokens=demand.chunk_tokens,
         capacity_tokens=capacity_tokens,
@@ -157,10 +200,20 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
         if demand.on_cpu
         else _workspace_bytes(config, shape, host_bytes, demand.max_running_requests, demand.context_tokens),
     )
+    return _checked(sizes, demand, host_available)
+
+
+def _checked(sizes: RegionSizes, demand: Demand, host_available: int) -> RegionSizes:
+    """`sizes`, if the host has memory for them."""
+    shape = demand.shape
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)
     if demand.on_cpu:
-        _check_stand_in(sizes.device_tensor_pages * shape.page_bytes, host_available - arena_bytes)
+        asked_bytes = sizes.device_tensor_pages * shape.page_bytes
+        if demand.v4 is not None:
+            asked_bytes += sizes.pages * demand.v4.kept_page_bytes
+            asked_bytes += (demand.max_running_requests + 1) * demand.v4.request_bytes
+        _check_stand_in(asked_bytes, host_available - arena_bytes)
     return sizes
 
 

@@ -70,7 +70,7 @@ def test_sglang_finds_the_plugin() -> None:
 
 def test_imports_from_any_directory(tmp_path: Path) -> None:
     program = (
-        "import multiprocessing, cpu_attn, sglang_inplacekv.models as m\n"
+        "import multiprocessing, cpu_attn, sparse_attn, sglang_inplacekv.models as m\n"
         "if __name__ == '__main__':\n"
         "    spawn = multiprocessing.get_context('spawn')\n"
         "    with spawn.Pool(1) as pool:\n"
@@ -108,12 +108,12 @@ def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_wheel_installs_no_other_top_level_name(wheel_files: list[str]) -> None:
     top_level = {name.partition("/")[0] for name in wheel_files if ".dist-info/" not in name}
-    assert top_level == {"sglang_inplacekv", "cpu_attn"}
+    assert top_level == {"sglang_inplacekv", "cpu_attn", "sparse_attn"}
 
 
 def test_wheel_has_models_and_the_compiled_library(wheel_files: list[str]) -> None:
-    for source in (ROOT / "models").glob("*.py"):
-        assert f"sglang_inplacekv/models/{source.name}" in wheel_files
+    for source in (ROOT / "models").rglob("*.py"):
+        assert f"sglang_inplacekv/models/{source.relative_to(ROOT / 'models')}" in wheel_files
     assert any(re.fullmatch(r"cpu_attn/.*\.so", name) for name in wheel_files)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
 
@@ -125,8 +125,9 @@ def test_license_of_the_distribution() -> None:
 
 # Which of these a folder may import; torch, numpy and the standard library are free to all.
 FORBIDDEN = {
-    "cpu_attn": {"sglang", "sglang_inplacekv", "models", "flashinfer", "transformers"},
+    "cpu_attn": {"sglang", "sglang_inplacekv", "sparse_attn", "models", "flashinfer", "transformers"},
     "models": {"sglang_inplacekv", "models", "cpu_attn", "flashinfer"},
+    "sparse_attn": {"sglang", "sglang_inplacekv", "models", "flashinfer", "transformers"},
     "sglang_inplacekv": {"models", "tests"},
 }
 

@@ -158,6 +158,10 @@ class Executor(ABC):
             self._costs.betweens += 1
         self._answered_s = now_s
 
+    def note_costs(self, costs: Costs) -> None:
+        """Add what a decode has cost outside this executor."""
+        self._costs.add(costs)
+
     def take_costs(self) -> Costs:
         """What the decodes since this was last asked have cost, as far as it is known by now. Waits for nothing."""
         taken, self._costs = self._costs, Costs()
