@@ -65,8 +65,10 @@ class Layers:
         self.team = make_team(None, device)
         self.regions = Regions(InplaceConfig(wait_timeout_s=_WAIT_S), self.shape, sizes, self.team, device)
         self.executor = make_executor(self.regions, device)
-        self._pieces: list[torch.cuda.CUDAGraph] = []
-        self._captured_for: tuple[torch.Tensor, ...] = ()
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}  # by batch
+        self._pieces: dict[int, list[torch.cuda.CUDAGraph]] = {}  # likewise
+        # As the server's forwards, not on the default stream, where all else would wait for them.
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
         if device == "cuda":
             self.executor.reserve_rows(max_batch)
         self._planner = Planner(self.regions.homes, self.regions.windows, _WAIT_S)
@@ -139,30 +141,35 @@ class Layers:
         self._held = []
 
     def step(self, plan: StepPlan, inputs: tuple[torch.Tensor, ...]) -> float:
-        """Run one decode step's attention over all layers and return its seconds. On a GPU under graphs, as a server does."""
-        if self._device == "cuda" and self._captured_for is not inputs:
-            self._pieces, self._captured_for = self._capture(inputs), inputs
+        """Run one decode step's attention over all layers and return its seconds. On a GPU under graphs, as a server does.
+
+        inputs: what `inputs` gave for the plan's batch.
+        """
         q, *parts, out = inputs
         executor, scale = self.executor, self.shape.head_dim**-0.5
-        synchronize()
-        begun_s = time.perf_counter()
-        executor.begin_forward(plan, len(q) if self._pieces else None)
-        for layer in range(self.shape.layers):
-            if self._pieces:
-                self._pieces[layer].replay()
-                executor.decode_host(layer, q, scale)
-            else:
-                executor.write_layer(layer, *parts)
-                executor.decode(layer, q, scale, out)
-        executor.end_forward()
-        if self._pieces:
-            self._pieces[-1].replay()
-        synchronize()
-        return time.perf_counter() - begun_s
+        with torch.cuda.stream(self._stream):
+            pieces = self._captured(inputs)
+            synchronize()
+            begun_s = time.perf_counter()
+            executor.begin_forward(plan, len(q) if pieces else None)
+            for layer in range(self.shape.layers):
+                if pieces:
+                    pieces[layer].replay()
+                    executor.decode_host(layer, q, scale)
+                else:
+                    executor.write_layer(layer, *parts)
+                    executor.decode(layer, q, scale, out)
+            executor.end_forward()
+            if pieces:
+                pieces[-1].replay()
+            synchronize()
+            return time.perf_counter() - begun_s
 
-    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.cuda.CUDAGraph]:
-        """Graphs of the layers, cut at decode_host, which no graph can hold."""
+    def _captured(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.cuda.CUDAGraph]:
+        """Graphs of the layers, cut at decode_host, which no graph can hold; none without a GPU."""
         q, *parts, out = inputs
+        if self._stream is None or len(q) in self._pieces:
+            return self._pieces.get(len(q), [])
         executor, layers, state = self.executor, self.shape.layers, None
 
         def run_piece(layer: int) -> None:
@@ -178,19 +185,22 @@ class Layers:
             run_piece(layer)
         pieces, pool = [torch.cuda.CUDAGraph() for _ in range(layers + 1)], torch.cuda.graph_pool_handle()
         for layer, piece in enumerate(pieces):
-            with torch.cuda.graph(piece, pool=pool):
+            with torch.cuda.graph(piece, pool=pool, stream=self._stream):
                 run_piece(layer)
+        self._pieces[len(q)] = pieces
         return pieces
 
     def inputs(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """(q, k, v, out) of one decode step, or (q, latent, out)."""
+        """(q, k, v, out) of one decode step, or (q, latent, out): random, the same for every step of a batch."""
 
         def draw(heads: int, width: int) -> torch.Tensor:
             return torch.randn(batch, heads, width, device=self._device).to(self.shape.dtype)
 
-        shape, heads = self.shape, self.model.q_heads
-        parts = [draw(shape.kv_heads, shape.head_dim) for _ in range(shape.parts)]
-        return draw(heads, shape.head_dim), *parts, draw(heads, shape.out_dim)
+        if batch not in self._inputs:
+            shape, heads = self.shape, self.model.q_heads
+            parts = [draw(shape.kv_heads, shape.head_dim) for _ in range(shape.parts)]
+            self._inputs[batch] = draw(heads, shape.head_dim), *parts, draw(heads, shape.out_dim)
+        return self._inputs[batch]
 
     def host_bytes(self, plan: StepPlan) -> dict[str, int]:
         """Bytes of C and of T that a step of `plan` reads in all layers."""
