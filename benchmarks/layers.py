@@ -185,7 +185,8 @@ class Layers:
             run_piece(layer)
         pieces, pool = [torch.cuda.CUDAGraph() for _ in range(layers + 1)], torch.cuda.graph_pool_handle()
         for layer, piece in enumerate(pieces):
-            with torch.cuda.graph(piece, pool=pool, stream=self._stream):
+            # Meanwhile a thread of the regions' may pin a chunk ahead of need.
+            with torch.cuda.graph(piece, pool, self._stream, capture_error_mode="thread_local"):
                 run_piece(layer)
         self._pieces[len(q)] = pieces
         return pieces
