@@ -18,7 +18,8 @@ from tests.test_harness_stock import assert_nothing_held, prompts
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 32
-KINDS = sorted(kind for kind in TINY_KINDS if kind.startswith("deepseek"))
+# DeepSeek-V4 has latents of another kind, and stock SGLang serves it on a GPU alone.
+KINDS = sorted(kind for kind in TINY_KINDS if kind.startswith("deepseek") and kind != "deepseek_v4")
 PROMPTS = prompts(7, 16, 17, 131, 300)
 # They leave the longest prompt on a page border, inside a page, past its end, and not at all.
 RELATED = [PROMPTS[4][:128] + PROMPTS[0], PROMPTS[4][:141] + PROMPTS[0], PROMPTS[4] + PROMPTS[0], PROMPTS[4]]
