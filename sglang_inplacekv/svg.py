@@ -84,6 +84,15 @@ class Chart:
             f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{tall:.1f}" fill="{colour}"/>'
         )
 
+    def strokes(self, runs: Sequence[tuple[float, float, float]], colour: str, width: float) -> None:
+        """Horizontal lines (x0, x1, y), `width` pixels thick; thousands of them are one element."""
+        path = "".join(f"M{self.px(x0):.1f} {self.py(y):.1f}H{self.px(x1):.1f}" for x0, x1, y in runs)
+        self._parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"/>')
+
+    def value(self, x: float, y: float, text: str) -> None:
+        """Text that begins just right of a point."""
+        self._text(self.px(x) + 6, self.py(y) + 4, text, anchor="start")
+
     def lane(self, y: float, label: str) -> None:
         self._text(self._left - 8, self.py(y) + 4, label, anchor="end")
 

@@ -10,7 +10,7 @@ states merge for each softmax group; the sink joins in that merge alone, on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +78,7 @@ class Composer:
         home: entries of the spaces that spill, in host memory; it has every entry that a selection can name.
         cpu: attends what `home` holds.
         hot_entries: size of the hot set of each space that spills.
+        on_place: told of each list before it is attended: the space, its entry ids as in Placement, and where they go.
     """
 
     def __init__(
@@ -91,11 +92,12 @@ class Composer:
         cpu: CpuSide,
         hot_entries: int,
         device: torch.device | str = "cpu",
+        on_place: Callable[[str, Tensor, Placement], None] | None = None,
     ) -> None:
         self.policy, self.traffic = policy, Traffic()
         self._selector, self._scale = selector, scale
         self._resident, self._home, self._cpu = resident, home, cpu
-        self._device = device
+        self._device, self._on_place = device, on_place
         self.hot: Mapping[str, HotSet] = {
             name: HotSet(space, hot_entries, device) for name, space in selector.spaces.items() if space.spill
         }
@@ -169,6 +171,8 @@ class Composer:
         if placement.cpu_entries:
             traffic.query_bytes += exchange - answers
             traffic.answer_bytes += answers
+        if self._on_place is not None:
+            self._on_place(space.name, ids, placement)
         return placement
 
     def _attend_hot(self, q: Tensor, hot: HotSet, placement: Placement) -> list[State]:

@@ -38,7 +38,9 @@ class Only:
         return self._store.slots(space, ids)
 
 
-def composer_of(selector: Selector, policy: Policy, hot_entries: int) -> tuple[SelectorState, Composer, Only]:
+def composer_of(
+    selector: Selector, policy: Policy, hot_entries: int, on_place=None
+) -> tuple[SelectorState, Composer, Only]:
     state = selector.new_state()
     assert isinstance(state.store, GrowingStore)
     spilled = {space.name for space in selector.spaces.values() if space.spill}
@@ -52,6 +54,7 @@ def composer_of(selector: Selector, policy: Policy, hot_entries: int) -> tuple[S
         home=home,
         cpu=TorchCpuSide(home),
         hot_entries=hot_entries,
+        on_place=on_place,
     )
     return state, composer, home
 
@@ -137,6 +140,21 @@ def test_rollback_drops_copies_of_entries_that_are_no_more(kind: str, policy: Po
         straight = selector.new_state()
         selector.observe(straight, part(right, 0, first + 3))
         torch.testing.assert_close(out, undivided(selector, straight, piece), rtol=1e-5, atol=1e-5)
+
+
+def test_a_watcher_is_told_where_entries_go() -> None:
+    told = []
+    selector = selector_of("csa")
+    state, composer, home = composer_of(selector, Policy.split(0.4), 6, lambda *what: told.append(what))
+    x = tokens_of(selector, 48, seed=2)
+    selector.observe(state, x)
+    last = part(x, 47, 48)
+    selection = selector.select(state, last)
+    composer.attend(last.q, selection)
+    ((space, ids, placement),) = told
+    assert space == "cmp" and torch.equal(ids, selection.segments[1].ids.long())
+    assert torch.equal(placement.cpu[placement.cpu >= 0], home.asked[0])
+    assert torch.equal(placement.fetched, home.asked[1])
 
 
 def csa_step(policy: Policy):
