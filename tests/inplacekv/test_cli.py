@@ -81,6 +81,25 @@ def test_what_fits_the_gpu_is_not_on_the_host(qwen3: Path) -> None:
     assert found.transfer_s > found.step_s < found.cpu_s
 
 
+def test_a_step_of_qwen3_by_hand(qwen3: Path) -> None:
+    """67 MB a layer: 0.1 + 0.895 ms for the CPU, 1.266 ms for the link, and 0.2 ms for the rest of a layer."""
+    model = read_model(qwen3, 256)
+    cpu, link, rest_s = Line(1e-4, 2048 / 75e9), Line(0.0, 2048 / 53e9), 48 * 2e-4
+    assert model.layer_token_bytes == 2048 and model.shape.layers == 48
+    found = predict(model, cpu, link, 1, 32768, 0, rest_s)
+    # (1.266 - 0.1 - 0.2) / (0.895 + 1.266), at which both sides take 0.700 ms.
+    assert found.share == pytest.approx(0.447, abs=5e-4)
+    assert found.step_s == pytest.approx(48 * 0.7001e-3, rel=1e-3)
+    assert found.cpu_s == pytest.approx(48 * (0.1e-3 + 0.2e-3 + 0.8948e-3), rel=1e-3)
+    assert found.transfer_s == pytest.approx(48 * 1.2662e-3, rel=1e-3), "without the CPU's fixed part"
+    # 2048 tokens cross in 0.079 ms, behind the rest of the layer: the CPU gets none and its fixed part is not counted.
+    short = predict(model, cpu, link, 1, 2048, 0, rest_s)
+    assert (short.share, short.step_s, short.transfer_s) == (0.0, rest_s, rest_s)
+    # 8192 cross in 0.317 ms, a little longer than the CPU's fixed part and the rest of the layer.
+    longer = predict(model, cpu, link, 1, 8192, 0, rest_s)
+    assert longer.share == pytest.approx(0.031, abs=5e-4) and longer.step_s < longer.transfer_s
+
+
 def test_plan_of_a_latent_model(tmp_path: Path) -> None:
     model = read_model(write_config("deepseek_v2_lite", tmp_path / "v2"), 256)
     assert (model.shape.kv_heads, model.shape.head_dim, model.shape.value_dim) == (1, 576, 512)
