@@ -73,8 +73,7 @@ def _probe(config: InplaceConfig, model: ModelKV, device: str) -> HostRates | No
     if config.probe == "off":
         return None
     rates = host_rates(model, device, config.threads, redo=config.probe == "redo")
-    attention = model.layer_token_bytes / rates.cpu_line.token_s
-    logger.info(f"InplaceKV host: {rates}; CPU attention {attention / 1e9:.1f} GB/s")
+    logger.info(f"InplaceKV host: {rates}; {rates.attention_text(model)}")
     return rates
 
 
@@ -85,8 +84,9 @@ def make_control(regions: Regions, model: ModelKV, rates: HostRates | None) -> S
     """
     if not regions.scope.steals:
         return None
-    fixed_s = cpu_attn.hand_over_seconds(regions.team) if rates is None else rates.cpu_line.fixed_s
-    control = ShareController(AUTO_START_SHARE, fixed_s, None if rates is None else rates.lines(model))
+    # A call's own fixed part is in the attention that steps time; only what is foretold has it apart.
+    hand_over_s = cpu_attn.hand_over_seconds(regions.team) if rates is None else rates.team.hand_over_s
+    control = ShareController(AUTO_START_SHARE, hand_over_s, None if rates is None else rates.lines(model))
     # Pages are placed before the first decode tells how many there will be: as if they filled the host.
     regions.scope.target_share = control.share(regions.sizes.host_pages * regions.sizes.page_size)
     return control

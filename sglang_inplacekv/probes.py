@@ -11,8 +11,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,14 +23,22 @@ import torch
 import cpu_attn
 from cpu_attn.library import ABI_VERSION
 from sglang_inplacekv.cores import topology
-from sglang_inplacekv.host_rates import TeamRates, best_team, measure_link, measure_teams, team_sizes
+from sglang_inplacekv.host_rates import (
+    AttentionRates,
+    TeamRates,
+    best_team,
+    measure_attention,
+    measure_teams,
+    team_sizes,
+)
 from sglang_inplacekv.planning import ModelKV
+from sglang_inplacekv.queued_copies import QueuedCopies
 from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.topology import cpu_model
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST = 1e15  # bytes a second, or seconds
 _GIB = 2**30
 _TURN_S = 30.0  # more than a dozen servers take one after the other
@@ -46,7 +54,8 @@ class HostRates:
     """How fast a host is, and for which team that was found."""
 
     teams: tuple[TeamRates, ...]  # of different sizes, the largest first
-    link_bytes_s: float | None  # to the GPU; None without one
+    link_bytes_s: float | None  # to the GPU, with nothing beside it; None without one
+    attention: AttentionRates | None  # of the chosen team; None without a model
     kept: bool = False  # by an earlier start
 
     @property
@@ -61,17 +70,28 @@ class HostRates:
 
     @property
     def cpu_line(self) -> Line:
-        """The CPU's time for a layer. Raises RuntimeError if no model was probed."""
-        team = self.team
-        if team.token_s is None:
+        """The CPU's time for a layer, beside copies where there is a link. Raises RuntimeError if no model was probed."""
+        if self.attention is None:
             raise RuntimeError("no model was probed")
-        return Line(team.hand_over_s, team.token_s)
+        return Line(self.team.hand_over_s + self.attention.fixed_s, self.attention.token_s)
 
     def link_line(self, model: ModelKV) -> Line:
-        """The link's time for a layer of `model`. Raises RuntimeError if no link was probed."""
-        if self.link_bytes_s is None:
+        """The link's time for a layer of `model`, beside attention if one was probed. Raises RuntimeError if no link was."""
+        rate = self.link_bytes_s if self.attention is None else self.attention.link_bytes_s
+        if rate is None:
             raise RuntimeError("no link was probed")
-        return Line(0.0, model.layer_token_bytes / self.link_bytes_s)
+        return Line(0.0, model.layer_token_bytes / rate)
+
+    def attention_text(self, model: ModelKV) -> str:
+        """Of the model that was probed."""
+        line = self.cpu_line
+        assert self.attention is not None and self.team.token_s is not None
+        alone, usual = (model.layer_token_bytes / each / 1e9 for each in (self.team.token_s, line.token_s))
+        beside = "with nothing beside it" if self.link_bytes_s is None else "beside copies"
+        return (
+            f"CPU attention {alone:.1f} GB/s alone at best; {usual:.1f} GB/s and {self.attention.fixed_s * 1e6:.0f} us a call "
+            f"{beside}"
+        )
 
     def __str__(self) -> str:
         team, largest = self.team, self.teams[0]
@@ -82,7 +102,9 @@ class HostRates:
             f"hand-over {team.hand_over_s * 1e6:.0f} us",
         ]
         if self.link_bytes_s is not None:
-            parts.append(f"link {self.link_bytes_s / 1e9:.1f} GB/s")
+            beside = self.attention and self.attention.link_bytes_s
+            parts.append(f"link {self.link_bytes_s / 1e9:.1f} GB/s alone")
+            parts += [f"{beside / 1e9:.1f} beside attention"] if beside else []
         return ", ".join(parts) + (" (kept from before)" if self.kept else "")
 
 
@@ -107,10 +129,9 @@ def host_rates(
             return known
         started = time.monotonic()
         sizes = team_sizes(topology(device).most_threads) if threads is None else [threads]
-        teams = measure_teams(sizes, model, device)
-        found = HostRates(tuple(teams), _measure_link(model) if device == "cuda" else None)
+        found = measure_rates(sizes, model, device)
         logger.info(f"InplaceKV probes took {time.monotonic() - started:.1f} s")
-        if len(teams) == 1 < len(sizes):
+        if len(found.teams) == 1 < len(sizes):
             logger.info(
                 f"probed rates are not kept: on this busy host they are of one team, not of {len(sizes)}"
             )
@@ -155,12 +176,29 @@ def _locked(file: int) -> bool:
     return True
 
 
-def _measure_link(model: ModelKV | None) -> float:
-    layer_page = () if model is None else (model.layer_token_bytes * model.shape.page_size,)
-    try:
-        return measure_link(*layer_page)
-    except RuntimeError as error:
-        raise LinkError(str(error)) from error
+def measure_rates(sizes: Sequence[int], model: ModelKV | None, device: str) -> HostRates:
+    """Rates of teams of these sizes, the largest first, and of both sides at once for the best. Nothing is kept.
+
+    Raises as `host_rates` does.
+    """
+    teams = tuple(measure_teams(sizes, model, device))
+    with ExitStack() as stack:
+        copies = link = attention = None
+        if device == "cuda":
+            try:
+                copies = _open_link(model)
+                stack.callback(copies.close)
+                link = copies.rate_alone()
+            except RuntimeError as error:
+                raise LinkError(str(error)) from error
+        if model is not None:
+            threads = best_team(teams).threads
+            attention = measure_attention(threads, max(sizes), model, device, copies)
+    return HostRates(teams, link, attention)
+
+
+def _open_link(model: ModelKV | None) -> QueuedCopies:
+    return QueuedCopies() if model is None else QueuedCopies(model.layer_token_bytes * model.shape.page_size)
 
 
 def cache_folder() -> Path:
@@ -206,29 +244,46 @@ def _load(path: Path, key: Mapping[str, Any]) -> HostRates | None:
         data = json.loads(path.read_bytes())
         if data["key"] != key:
             raise ValueError("it is of another host or model")
-        teams = tuple(TeamRates(**each) for each in data["teams"])
-        link = data["link_bytes_s"]
-        rates: list[Any] = [rate for each in teams for rate in (each.read_bytes_s, each.hand_over_s)]
-        tokens, measured = (
-            [each.token_s for each in teams],
-            [key["model"] is not None, key["gpu"] is not None],
-        )
-        rates += [*(tokens if measured[0] else ()), *([link] if measured[1] else ())]
-        others = [*(() if measured[0] else tokens), *(() if measured[1] else [link])]
-        threads, possible = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
-        if (
-            not teams
-            or not all(map(_is_rate, rates))
-            or any(other is not None for other in others)
-            or not all(type(n) is int and n in possible for n in threads)
-        ):
-            raise ValueError("its numbers are no rates of this host")
-        return HostRates(teams, link, kept=True)
+        teams, attention = tuple(TeamRates(**each) for each in data["teams"]), data["attention"]
+        attention = None if attention is None else AttentionRates(**attention)
+        found = HostRates(teams, data["link_bytes_s"], attention, kept=True)
+        _check(found, key)
+        return found
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         logger.warning(f"{path} is measured again: {type(error).__name__}: {error}")
         return None
+
+
+def _check(found: HostRates, key: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the numbers may be those of a host with this key."""
+    teams, attention, has_model = found.teams, found.attention, key["model"] is not None
+    rates: list[Any] = [rate for each in teams for rate in (each.read_bytes_s, each.hand_over_s)]
+    of_model, of_link = [each.token_s for each in teams], [found.link_bytes_s]
+    threads, possible = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
+    if attention is not None:
+        of_model.append(attention.token_s)
+        of_link.append(attention.link_bytes_s)
+        threads.append(attention.threads)
+    nothing: list[Any] = []
+    for numbers, measured in ((of_model, has_model), (of_link, key["gpu"] is not None)):
+        (rates if measured else nothing).extend(numbers)
+    if (
+        not teams
+        or has_model != (attention is not None)
+        or not all(map(_is_rate, rates))
+        or any(each is not None for each in nothing)
+        or not all(type(n) is int and n in possible for n in threads)
+        or (attention is not None and not (_is_rate(attention.fixed_s) or _is_zero(attention.fixed_s)))
+    ):
+        raise ValueError("its numbers are no rates of this host")
+    if attention is not None and attention.threads != found.team.threads:
+        raise ValueError("its attention is not that of the team it chooses")
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
 
 
 def _is_rate(value: Any) -> bool:
@@ -247,6 +302,7 @@ def _store(path: Path, key: Mapping[str, Any], found: HostRates) -> None:
         "key": key,
         "teams": [dataclasses.asdict(each) for each in found.teams],
         "link_bytes_s": found.link_bytes_s,
+        "attention": None if found.attention is None else dataclasses.asdict(found.attention),
     }
     name = None
     try:

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from sglang_inplacekv.host_rates import measure_link, measure_teams
 from sglang_inplacekv.models import write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
+from sglang_inplacekv.probes import measure_rates
 from sglang_inplacekv.roofline import Line
 
 from ..decoder import Decoder, LayersDecoder
@@ -82,9 +82,9 @@ def _resident_s(model: ModelKV, scale) -> float:
 
 def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
     on_gpu = torch.cuda.is_available()
-    [team] = measure_teams([threads], model, "cuda" if on_gpu else "cpu")
-    link = measure_link(model.layer_token_bytes * PAGE_TOKENS) if on_gpu else _ASSUMED_LINK
-    return Line(team.hand_over_s, team.token_s), Line(0.0, model.layer_token_bytes / link)
+    rates = measure_rates([threads], model, "cuda" if on_gpu else "cpu")
+    link = rates.link_line(model) if on_gpu else Line(0.0, model.layer_token_bytes / _ASSUMED_LINK)
+    return rates.cpu_line, link
 
 
 def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:

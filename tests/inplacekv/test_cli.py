@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_inplacekv import cli, cores, doctor, probes
-from sglang_inplacekv.host_rates import TeamRates
+from sglang_inplacekv.host_rates import AttentionRates, TeamRates
 from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
@@ -45,7 +45,12 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[ModelKV | None]:
             for threads in (len(sizes), 1)
         ]
 
+    def beside(threads: int, most: int, model: ModelKV, device: str, copies: object) -> AttentionRates:
+        link = None if copies is None else 45e9
+        return AttentionRates(threads, 1e-4, model.layer_token_bytes / 75e9, link)
+
     monkeypatch.setattr(probes, "measure_teams", measure)
+    monkeypatch.setattr(probes, "measure_attention", beside)
     return models
 
 
@@ -121,7 +126,9 @@ def test_plan_measures_once(
     for extra, probes_made in (([], 1), ([], 1), (["--redo-probes"], 2), (["--cpu-gbps", "70"], 2)):
         assert cli.main([*plan, *extra]) == 0
         assert len(probed) == probes_made
-        assert f"CPU attention {70 if '--cpu-gbps' in extra else 80}.0 GB/s" in capsys.readouterr().out
+        given = "--cpu-gbps" in extra
+        told = "70.0 GB/s" if given else "75.0 GB/s and 110 us a layer"
+        assert f"CPU attention {told}" in capsys.readouterr().out
     assert probed[0] == read_model(qwen3, 256)
 
 
@@ -260,7 +267,7 @@ def test_a_link_that_cannot_be_measured(
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
         mock.patch.object(probes, "topology", return_value=cores.topology()),
-        mock.patch.object(probes, "measure_link", side_effect=RuntimeError("pinning failed")),
+        mock.patch.object(probes, "QueuedCopies", side_effect=RuntimeError("pinning failed")),
     ):
         assert cli.main(["plan", "--model", str(qwen3), *RATES[:2]]) == 2
     assert capsys.readouterr().err == "error: the link to the GPU cannot be measured: pinning failed\n"

@@ -22,19 +22,20 @@ import cpu_attn
 from sglang_inplacekv import cores, host_rates, probes
 from sglang_inplacekv.build import make_control
 from sglang_inplacekv.config import ConfigError
-from sglang_inplacekv.host_rates import TeamRates, best_team, knee, measure_link, measure_teams, team_sizes
+from sglang_inplacekv.host_rates import AttentionRates, TeamRates, best_team, knee, measure_teams, team_sizes
 from sglang_inplacekv.layout import KVShape
 from sglang_inplacekv.planning import ModelKV
 from sglang_inplacekv.probes import HostRates
 from sglang_inplacekv.roofline import Line, balanced_share
 from sglang_inplacekv.write_scope import AUTO_START_SHARE, WriteScope
 from tests.harness import Runner
-from tests.inplacekv import fake_cuda
 from tests.inplacekv.exactness.support import model as checkpoint
 
 GQA = ModelKV(KVShape(48, 4, 128, torch.bfloat16, 256), 32)
 LATENT = ModelKV(KVShape(27, 1, 576, torch.bfloat16, 256, value_dim=512), 16)
 TEAM = TeamRates(2, 40e9, 2e-5, 2048 / 30e9)
+BESIDE = AttentionRates(2, 1e-4, 2048 / 25e9, 45e9)
+BESIDE_NOTHING = dataclasses.replace(BESIDE, link_bytes_s=None)
 
 
 class Measured:
@@ -42,13 +43,24 @@ class Measured:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls = 0
+        self.link_open = False
         patch.setattr(probes, "measure_teams", self.teams)
-        patch.setattr(probes, "measure_link", lambda *piece: 50e9)
+        patch.setattr(probes, "measure_attention", self.attention)
+        patch.setattr(probes, "QueuedCopies", self.copies)
 
     def teams(self, sizes: list[int], model: ModelKV | None, device: str) -> list[TeamRates]:
         self.calls += 1
         token_s = TEAM.token_s if model else None
         return [dataclasses.replace(TEAM, threads=threads, token_s=token_s) for threads in sizes]
+
+    def attention(self, threads: int, most: int, model: ModelKV, device: str, copies: object):
+        assert self.link_open == (device == "cuda") == (copies is not None)
+        link = None if copies is None else BESIDE.link_bytes_s
+        return dataclasses.replace(BESIDE, threads=threads, link_bytes_s=link)
+
+    def copies(self, *piece: int) -> SimpleNamespace:
+        self.link_open = True
+        return SimpleNamespace(rate_alone=lambda: 50e9, close=lambda: setattr(self, "link_open", False))
 
 
 @pytest.fixture
@@ -120,19 +132,16 @@ def test_measuring_takes_little_memory_where_there_is_little(monkeypatch: pytest
     assert mapped.call_args.args[0] == GQA.layer_token_bytes * 256, "one page"
 
 
-@pytest.mark.parametrize("piece_bytes", [host_rates._COPY_BYTES, 12_288])
-def test_measuring_the_link(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_rates, "_COPY_BYTES", 2**20)
-    registrations, library = fake_cuda.FakeRegistrations(monkeypatch), fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Stream", fake_cuda.FakeStream)
-    monkeypatch.setattr(torch, "empty_like", lambda like, device: torch.ones(like.shape, dtype=like.dtype))
-    piece_bytes = min(piece_bytes, 2**20)
-    assert measure_link(piece_bytes) > 0
-    assert library.calls == host_rates._ROUNDS and set(library.copied) == {piece_bytes}
-    assert not registrations.ranges
-    registrations.fail_after = 0
-    with pytest.raises(RuntimeError, match=r"pinning .* bytes of system RAM .* CUDA error 2"):
-        measure_link(piece_bytes)
+@pytest.mark.parametrize("model", [GQA, LATENT], ids=["gqa", "latent"])
+def test_the_line_of_the_team_that_is_chosen(model: ModelKV, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_rates, "_MOST_BYTES", 2**26)
+    monkeypatch.setattr(host_rates, "_TIMED_S", 0.0)
+    monkeypatch.setattr(host_rates, "_LINE_S", 0.0)
+    found = probes.measure_rates(team_sizes(min(2, cpu_attn.default_threads())), model, "cpu")
+    assert found.attention is not None and found.attention.threads == found.team.threads
+    assert found.attention.link_bytes_s is found.link_bytes_s is None
+    fixed_s = found.team.hand_over_s + found.attention.fixed_s
+    assert found.cpu_line == Line(fixed_s, found.attention.token_s) and found.attention.token_s > 0
 
 
 def test_kept_for_the_next_start(cache: Path, measured: Measured) -> None:
@@ -169,8 +178,12 @@ def test_other_hosts_models_and_teams_have_rates_of_their_own(
         assert measured.calls == calls, name
     with mock.patch.object(torch.cuda, "get_device_name", return_value="another GPU"):
         with mock.patch.object(probes, "topology", return_value=cores.topology()):
-            assert probes.host_rates(GQA, "cuda").link_bytes_s == 50e9
-            assert probes.host_rates(GQA, "cuda").kept
+            first = probes.host_rates(GQA, "cuda")
+            second = probes.host_rates(GQA, "cuda")
+            assert second.kept and dataclasses.replace(second, kept=False) == first
+            assert (first.link_bytes_s, first.attention.link_bytes_s) == (50e9, 45e9)
+            assert not measured.link_open
+            assert probes.host_rates(None, "cuda").attention is None
 
 
 def test_servers_that_start_together_measure_one_after_the_other(
@@ -241,6 +254,28 @@ def _change(path: Path, **values: object) -> None:
         lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"hand_over_s": 10**400}]),
         lambda path: _change(path, teams=[dataclasses.asdict(TEAM) | {"read_bytes_s": 1e300}]),
         lambda path: _change(path, link_bytes_s="x"),
+        lambda path: _change(path, attention=None),
+        lambda path: _change(path, attention=0),
+        lambda path: _change(path, attention=[]),
+        lambda path: _change(path, attention={"threads": 1}),
+        *(
+            lambda path, wrong=wrong: _change(
+                path, attention=json.loads(path.read_text())["attention"] | wrong
+            )
+            for wrong in (
+                {"threads": True},
+                {"threads": 10**6},
+                {"token_s": 0.0},
+                {"token_s": None},
+                {"token_s": float("inf")},
+                {"fixed_s": -1e-9},
+                {"fixed_s": False},
+                {"fixed_s": float("nan")},
+                {"fixed_s": None},
+                {"link_bytes_s": 45e9},
+                {"more": 1},
+            )
+        ),
         lambda path: (path.unlink(), path.mkdir()),
     ],
 )
@@ -291,27 +326,48 @@ def regions(cpu_share: float | None, host_pages: int = 1000) -> SimpleNamespace:
     return SimpleNamespace(scope=WriteScope.from_config(cpu_share), sizes=sizes, team=None)
 
 
-def test_the_share_starts_where_the_rates_say() -> None:
-    rates, own = HostRates((TEAM,), 50e9), regions(None)
+def test_the_share_starts_where_the_rates_of_both_sides_at_once_say() -> None:
+    rates, own = HostRates((TEAM,), 50e9, BESIDE), regions(None)
     control = make_control(own, GQA, rates)
-    cpu, link = Line(2e-5, 2048 / 30e9), Line(0.0, GQA.layer_token_bytes / 50e9)
+    cpu, link = Line(1.2e-4, 2048 / 25e9), Line(0.0, GQA.layer_token_bytes / 45e9)
+    assert rates.lines(GQA) == (pytest.approx(cpu), link)
     assert own.scope.target_share == control.target == balanced_share(cpu, link, 256_000)
-    assert own.scope.target_share == pytest.approx(30 / 80, abs=0.01)
+    assert own.scope.target_share == pytest.approx(25 / 70, abs=0.01)
+    assert control.fixed_s == 2e-5, "since steps time attention with its own fixed part"
     assert control.share(100) == 0.0, "a step that does not pay the hand-over"
     assert (control.cpu, control.transfer) == (None, None), "which is no measurement of a step"
 
 
 def test_without_a_link_the_share_starts_as_ever() -> None:
     own = regions(None)
-    control = make_control(own, GQA, HostRates((TEAM,), None))
+    control = make_control(own, GQA, HostRates((TEAM,), None, BESIDE_NOTHING))
     assert own.scope.target_share == control.share(256_000) == AUTO_START_SHARE
     with mock.patch("cpu_attn.hand_over_seconds", return_value=1e-5) as measured_now:
         make_control(own, GQA, None)
     measured_now.assert_called_once()
     assert make_control(regions(0.3), GQA, None) is None
     empty = regions(None, host_pages=0)
-    make_control(empty, GQA, HostRates((TEAM,), 50e9))
+    make_control(empty, GQA, HostRates((TEAM,), 50e9, BESIDE))
     assert empty.scope.target_share == AUTO_START_SHARE
+
+
+def test_what_is_told_of_rates() -> None:
+    rates = HostRates((TEAM,), 50e9, BESIDE)
+    assert str(rates) == (
+        "knee at 2 of 2 threads, which read 40.0 GB/s, hand-over 20 us, link 50.0 GB/s alone, 45.0 beside attention"
+    )
+    assert rates.attention_text(GQA) == (
+        "CPU attention 30.0 GB/s alone at best; 25.0 GB/s and 100 us a call beside copies"
+    )
+    assert str(HostRates((TEAM,), 50e9, None)).endswith("hand-over 20 us, link 50.0 GB/s alone")
+    without = HostRates((TEAM,), None, BESIDE_NOTHING)
+    assert str(without).endswith("hand-over 20 us")
+    assert without.attention_text(GQA).endswith("; 25.0 GB/s and 100 us a call with nothing beside it")
+    with pytest.raises(RuntimeError, match="no link was probed"):
+        without.link_line(GQA)
+    with pytest.raises(RuntimeError, match="no model was probed"):
+        _ = HostRates((TEAM,), 50e9, None).cpu_line
+    assert HostRates((TEAM,), 50e9, None).link_line(GQA) == Line(0.0, GQA.layer_token_bytes / 50e9)
 
 
 def test_a_server_probes_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
