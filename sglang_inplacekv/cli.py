@@ -48,8 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", default="1,4,16,32", help="requests (default %(default)s)")
     plan.add_argument("--page-size", default="256")
     plan.add_argument("--gpu-memory", default="0B", metavar="SIZE", help="of D homes alone, as 4GB")
-    plan.add_argument("--cpu-gbps", help="KV that CPU attention reads a second; else measured")
-    plan.add_argument("--link-gbps", help="to the GPU; else measured, if there is a GPU")
+    plan.add_argument("--cpu-gbps", help="KV that CPU attention reads a second beside copies; else measured")
+    plan.add_argument(
+        "--link-gbps", help="to the GPU, beside CPU attention; else measured, if there is a GPU"
+    )
     plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
     doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
@@ -87,7 +89,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     rest_s = _number("--step-ms", arguments.step_ms, 0, 1e6) / 1e3
     device_bytes = parse_bytes("--gpu-memory", arguments.gpu_memory)
     model = read_model(arguments.model, _number("--page-size", arguments.page_size, *_PAGE_SIZES, int))
-    cpu, transfer = _lines(model, arguments)
+    cpu, transfer, note = _lines(model, arguments)
     print(
         f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token ({str(model.shape.dtype).removeprefix('torch.')}), "
         f"{model.shape.layers} layers; CPU attention {model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and "
@@ -100,7 +102,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     for batch in batches:
         for context in contexts:
             print(_row(predict(model, cpu, transfer, batch, context, device_bytes, rest_s)))
-    print("Both sides at full rate at once; where they share memory bandwidth a step takes longer.")
+    print(note)
     return 0
 
 
@@ -116,14 +118,15 @@ def _row(found: Prediction) -> str:
     )
 
 
-def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line]:
-    """Of CPU and transfer, for a layer: as given, and measured where they are not."""
+def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line, str]:
+    """Of CPU and transfer, for a layer: as given, and measured where they are not; and which is which."""
     given = {
         option: None if text is None else _number(option, text, *_RATES) * 1e9
         for option, text in (("--cpu-gbps", arguments.cpu_gbps), ("--link-gbps", arguments.link_gbps))
     }
     cpu_rate, link_rate = given.values()
     has_gpu = torch.cuda.is_available()
+    note = _note(cpu_rate is not None, link_rate is not None, has_gpu)
     if link_rate is None and not has_gpu:
         raise ConfigError(
             "--link-gbps: unset, and this host has no GPU to measure: possible is a rate such as 50"
@@ -135,14 +138,31 @@ def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line]:
                 fixed_s = cpu_attn.hand_over_seconds(team)
         else:
             rates = host_rates(model, device, redo=arguments.redo_probes)
-            fixed_s = rates.cpu_line.fixed_s
+            # A rate that is given says all there is about attention.
+            fixed_s = rates.cpu_line.fixed_s if cpu_rate is None else rates.team.hand_over_s
             cpu_rate = cpu_rate or model.layer_token_bytes / rates.cpu_line.token_s
             link_rate = link_rate or model.layer_token_bytes / rates.link_line(model).token_s
     except LinkError as error:
         raise ConfigError(f"the link to the GPU cannot be measured: {error}") from error
     except RuntimeError as error:  # no library, or one of another version
         raise ConfigError(f"CPU attention does not run here: {error}") from error
-    return Line(fixed_s, model.layer_token_bytes / cpu_rate), Line(0.0, model.layer_token_bytes / link_rate)
+    cpu, transfer = (model.layer_token_bytes / rate for rate in (cpu_rate, link_rate))
+    return Line(fixed_s, cpu), Line(0.0, transfer), note
+
+
+def _note(cpu_given: bool, link_given: bool, has_gpu: bool) -> str:
+    if cpu_given and link_given:
+        return "Rates as given, of both sides at once."
+    if not cpu_given and not link_given:
+        return "Rates as measured here, of both sides at once."
+    if cpu_given:
+        return "The CPU's rate as given, the link's as measured here beside CPU attention."
+    if has_gpu:
+        return "The link's rate as given, the CPU's as measured here beside copies to the GPU."
+    return (
+        "The link's rate as given, the CPU's as measured here with nothing beside it: where they share memory bandwidth a step "
+        "takes longer."
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import json
 import resource
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -130,6 +131,45 @@ def test_plan_measures_once(
         told = "70.0 GB/s" if given else "75.0 GB/s and 110 us a layer"
         assert f"CPU attention {told}" in capsys.readouterr().out
     assert probed[0] == read_model(qwen3, 256)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "cpu", "link", "note"),
+    [
+        ([], True, "75.0 GB/s and 110 us", 45, "Rates as measured here, of both sides at once."),
+        (["--link-gbps", "52"], True, "75.0 GB/s and 110 us", 52, "the CPU's as measured here beside copies"),
+        (["--cpu-gbps", "84"], True, "84.0 GB/s and 10 us", 45, "the link's as measured here beside CPU"),
+        (
+            ["--link-gbps", "52"],
+            False,
+            "75.0 GB/s and 110 us",
+            52,
+            "with nothing beside it: where they share",
+        ),
+        (RATES, True, "84.0 GB/s", 52, "Rates as given, of both sides at once."),
+        (RATES, False, "84.0 GB/s", 52, "Rates as given, of both sides at once."),
+    ],
+)
+def test_plan_tells_what_its_rates_are(
+    given: list[str],
+    has_gpu: bool,
+    cpu: str,
+    link: int,
+    note: str,
+    qwen3: Path,
+    probed: list[ModelKV | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = SimpleNamespace(rate_alone=lambda: 50e9, close=lambda: None)
+    monkeypatch.setattr(probes, "QueuedCopies", lambda piece_bytes: alone)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(cores, "_gpu_address", lambda: "0000:00:00.0")
+    assert cli.main(["plan", "--model", str(qwen3), *given]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert f"CPU attention {cpu}" in first and f"link {link}.0 GB/s" in first
+    assert note in last and ("a step takes longer" in last) == (not has_gpu and given != RATES)
 
 
 def test_doctor_measures_once(probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]) -> None:
