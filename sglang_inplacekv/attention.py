@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_LOG2E = 1.4426950408889634
+from sparse_attn.attend import LOG2E, empty_state, weigh
+
 _SCORE_ROWS = 8192  # bounds the score matrix to so many rows, a head's query each, of fp32 keys
 
 
@@ -20,9 +21,9 @@ def partial_attention(
     queries, q_heads, head_dim = q.shape
     keys, kv_heads, out_dim = v.shape
     if keys == 0:
-        return torch.zeros(queries, q_heads, out_dim), torch.full((queries, q_heads), -torch.inf)
+        return empty_state(queries, q_heads, out_dim)
     group = q_heads // kv_heads
-    q = q.float().view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3) * (scale * _LOG2E)
+    q = q.float().view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3) * (scale * LOG2E)
     k, v = k.float().permute(1, 2, 0), v.float().permute(1, 0, 2)
     step = max(1, _SCORE_ROWS // q_heads)
     out = torch.empty(kv_heads, group, queries, out_dim)
@@ -36,12 +37,9 @@ def partial_attention(
         if causal:
             hidden = torch.ones(stop - start, seen, dtype=torch.bool).triu_(start + 1)
             scores.masked_fill_(hidden, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        weights = torch.exp2(scores - top)
-        total = weights.sum(-1, keepdim=True)
+        weights, divisor, lse[:, :, start:stop] = weigh(scores)
         mixed = weights.view(kv_heads, group * (stop - start), seen) @ v[:, :seen]
-        out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, out_dim) / total
-        lse[:, :, start:stop] = (torch.log2(total) + top).squeeze(-1)
+        out[:, :, start:stop] = mixed.view(kv_heads, group, stop - start, out_dim) / divisor
     return out.permute(2, 0, 1, 3).reshape(queries, q_heads, out_dim), lse.permute(2, 0, 1).reshape(
         queries, q_heads
     )

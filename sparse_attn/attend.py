@@ -17,7 +17,7 @@ from sparse_attn.base import Segment, Selection, Space
 
 State = tuple[Tensor, Tensor]
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 _GATHERED = 2**24  # elements of listed rows held at once
 
 
@@ -33,6 +33,20 @@ def empty_state(tokens: int, heads: int, dv: int, device: torch.device | str = "
         torch.zeros(tokens, heads, dv, device=device),
         torch.full((tokens, heads), -torch.inf, device=device),
     )
+
+
+def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of scores fp32 [..., n], base 2, -inf for what is hidden: weights, what their sums are divided by, and the lse.
+
+    Weights [..., n] are relative to the largest score, the divisor is [..., 1] and the lse [...]. Where all is hidden they are
+    0, 1 and -inf.
+    """
+    top = scores.amax(-1, keepdim=True)
+    # -inf minus -inf is NaN: where all is hidden any finite anchor gives weights 0.
+    anchor = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp2(scores - anchor)
+    total = weights.sum(-1, keepdim=True)
+    return weights, torch.where(total > 0, total, 1.0), (torch.log2(total) + anchor).squeeze(-1)
 
 
 def expand(segment: Segment) -> Tensor:
@@ -83,16 +97,11 @@ def attend_rows(q: Tensor, space: Space, rows: Tensor, slots: Tensor, scale: flo
         keys = picked[..., : space.dk]
         values = picked[..., : space.dv] if space.v_in_k else picked[..., space.dk :]
         queries = rearrange(q[start : start + step].float(), "t (g h) d -> t g h d", g=space.kv_heads)
-        scores = (queries * (scale * _LOG2E)) @ keys.mT
+        scores = (queries * (scale * LOG2E)) @ keys.mT
         scores.masked_fill_((part < 0)[:, :, None], -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        # -inf minus -inf is NaN: where a list is empty any finite anchor gives weights 0.
-        anchor = torch.where(top == -torch.inf, 0.0, top)
-        weights = torch.exp2(scores - anchor)
-        total = weights.sum(-1, keepdim=True)
-        mixed = (weights @ values) / torch.where(total > 0, total, 1.0)
-        out.append(mixed.flatten(1, 2))
-        lse.append((torch.log2(total) + anchor).squeeze(-1).flatten(1))
+        weights, divisor, part_lse = weigh(scores)
+        out.append(((weights @ values) / divisor).flatten(1, 2))
+        lse.append(part_lse.flatten(1))
     return torch.cat(out), torch.cat(lse)
 
 
@@ -104,7 +113,7 @@ def merge(states: Sequence[State], sink: Tensor | None = None) -> State:
     lse = torch.stack([state[1] for state in states])
     top = lse.amax(0)
     if sink is not None:
-        level = sink.float() * _LOG2E
+        level = sink.float() * LOG2E
         top = torch.maximum(top, level)
     anchor = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp2(lse - anchor)

@@ -24,11 +24,11 @@ from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.home_writer import CpuHomeWriter, HomeWriter
 from sglang_inplacekv.executors.tile_stream import Tile, TileStream
 from sglang_inplacekv.layout import ROLE_COMPUTE
-from sglang_inplacekv.merge import empty_state, merge_states
 from sglang_inplacekv.page_table import compute_table
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
 from sglang_inplacekv.tickets import Ticket, wait_all
+from sparse_attn.attend import empty_state, merge
 
 
 class _State:
@@ -38,7 +38,7 @@ class _State:
         self.out, self.lse = empty_state(rows, heads, out_dim)
 
     def merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self.out[rows], self.lse[rows] = merge_states(self.out[rows], self.lse[rows], out, lse)
+        self.out[rows], self.lse[rows] = merge([(self.out[rows], self.lse[rows]), (out, lse)])
 
 
 @dataclass(frozen=True)

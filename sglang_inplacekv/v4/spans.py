@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.attend import State
+from sparse_attn.attend import LOG2E, State, empty_state, weigh
 
-_LOG2E = 1.4426950408889634
 _SCORES = 2**22  # fp32 scores held at once
 
 
@@ -20,8 +19,7 @@ def attend_spans(
     gives zeros and -inf.
     """
     queries, heads, width = q.shape
-    out = torch.zeros(queries, heads, width, device=q.device)
-    lse = torch.full((queries, heads), -torch.inf, device=q.device)
+    out, lse = empty_state(queries, heads, width, q.device)
     firsts, lasts = torch.stack((first, last)).tolist()
     start = 0
     while start < queries:
@@ -29,19 +27,14 @@ def attend_spans(
         low, high = firsts[start], lasts[stop - 1]
         if high > low:
             seen = rows[low:high].float()
-            scores = (q[start:stop].float().flatten(0, 1) * (scale * _LOG2E)) @ seen.T
+            scores = (q[start:stop].float().flatten(0, 1) * (scale * LOG2E)) @ seen.T
             scores = scores.view(stop - start, heads, -1)
             places = torch.arange(low, high, device=q.device)
             hidden = (places < first[start:stop, None]) | (places >= last[start:stop, None])
             scores.masked_fill_(hidden[:, None], -torch.inf)
-            top = scores.amax(-1, keepdim=True)
-            # -inf minus -inf is NaN: where a run is empty any finite anchor gives weights 0.
-            anchor = torch.where(top == -torch.inf, 0.0, top)
-            weights = torch.exp2(scores - anchor)
-            total = weights.sum(-1, keepdim=True)
+            weights, divisor, lse[start:stop] = weigh(scores)
             mixed = weights.flatten(0, 1) @ seen
-            out[start:stop] = mixed.view(stop - start, heads, width) / torch.where(total > 0, total, 1.0)
-            lse[start:stop] = (torch.log2(total) + anchor).squeeze(-1)
+            out[start:stop] = mixed.view(stop - start, heads, width) / divisor
         start = stop
     return out, lse
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_inplacekv.attention import partial_attention
-from sglang_inplacekv.merge import empty_state, merge_states
+from sparse_attn.attend import empty_state, merge
 from tests.inplacekv.reference import dense_attention
 
 SHAPE = (3, 4, 16)
@@ -22,16 +22,16 @@ def state(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 @given(st.integers(0, 10**6))
 def test_merge_commutes_and_associates(seed: int) -> None:
     a, b, c = state(seed), state(seed + 1), state(seed + 2)
-    torch.testing.assert_close(merge_states(*a, *b), merge_states(*b, *a), rtol=1e-6, atol=1e-6)
-    left, right = merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
+    torch.testing.assert_close(merge([a, b]), merge([b, a]), rtol=1e-6, atol=1e-6)
+    left, right = merge([merge([a, b]), c]), merge([a, merge([b, c])])
     torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
 def test_empty_is_neutral_and_two_empties_are_zero() -> None:
     full, empty = state(1), empty_state(*SHAPE)
-    torch.testing.assert_close(merge_states(*full, *empty), full, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(merge_states(*empty, *full), full, rtol=1e-6, atol=1e-6)
-    out, lse = merge_states(*empty, *empty)
+    torch.testing.assert_close(merge([full, empty]), full, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merge([empty, full]), full, rtol=1e-6, atol=1e-6)
+    out, lse = merge([empty, empty])
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
@@ -48,7 +48,7 @@ def test_any_split_of_the_tokens_merges_to_the_whole(
     edges = [0, *sorted(min(cut, keys) for cut in cuts), keys]
     for start, stop in itertools.pairwise(edges):
         part = order[start:stop]
-        total = merge_states(*total, *partial_attention(q, k[part], v[part], 0.125))
+        total = merge([total, partial_attention(q, k[part], v[part], 0.125)])
     wanted = dense_attention(q, k, v, 0.125, first=keys - 1)
     torch.testing.assert_close(total[0], wanted, rtol=2e-5, atol=2e-6)
 
