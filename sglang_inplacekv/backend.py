@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.device_backend import make_device_backend
 from sglang_inplacekv.graphs import DEVICE, SPILLED
-from sglang_inplacekv.pool import RegionPool
+from sglang_inplacekv.pool import RegionPool, pool_of
 from sglang_inplacekv.step_plan import Span
 
 
@@ -29,11 +29,7 @@ class InplaceAttnBackend(AttentionBackend):
     def __init__(self, runner) -> None:
         super().__init__()
         self.kv_index_translator = runner.kv_index_translator
-        pool = runner.token_to_kv_pool
-        if not isinstance(pool, RegionPool):
-            raise RuntimeError(
-                f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
-            )
+        pool: RegionPool = pool_of(runner, RegionPool)
         self.pool = self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self._shape = pool.regions.shape

@@ -40,7 +40,7 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
     config = InplaceConfig.from_env()
     device = torch.device(kvc.device).type
     v4 = v4_layout(kvc)
-    model = ModelKV(kv_shape(kvc) if v4 is None else v4.shape, kvc.model_config.get_num_attention_heads(1))
+    model = ModelKV(kv_shape(kvc), kvc.model_config.get_num_attention_heads(1))
     # Rates are those of streamed pages, which DeepSeek-V4 has none of.
     rates = None if v4 is not None else _probe(config, model, device)
     team = make_team(config.threads if rates is None else rates.team.threads, device)

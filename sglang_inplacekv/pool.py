@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
 from sglang_inplacekv.admission import DeviceSteps, StepModel
+from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.feedback import ShareController
 from sglang_inplacekv.gate import AdmissionGate
@@ -324,3 +325,13 @@ class InplaceMLAPool(RegionPool, MLATokenToKVPool):
 
     def get_kv_size_bytes(self) -> int:
         return self.nbytes
+
+
+def pool_of(runner, kind: type) -> Any:
+    """The pool that SGLang gave this model runner. RuntimeError unless it is one of ours, of this kind."""
+    pool = runner.token_to_kv_pool
+    if not isinstance(pool, kind):
+        raise RuntimeError(
+            f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
+        )
+    return pool

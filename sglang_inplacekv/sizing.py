@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -75,7 +76,10 @@ def _check_dtype(kvc) -> None:
 
 
 def kv_shape(kvc) -> KVShape:
-    """Geometry of this rank's KV from SGLang's KVCacheConfigurator."""
+    """Geometry of this rank's KV from SGLang's KVCacheConfigurator; of DeepSeek-V4's entries."""
+    v4 = v4_layout(kvc)
+    if v4 is not None:
+        return v4.shape
     _check_dtype(kvc)
     parallel = get_parallel()
     return KVShape(
@@ -159,9 +163,7 @@ class InplacePoolConfigurator(MemoryPoolConfigurator):
     @refuses_in_one_line
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:
         kvc = self._kvc
-        v4 = v4_layout(kvc)
-        shape = kv_shape(kvc) if v4 is None else v4.shape
-        demand = _demand(shape, kvc.device, get_schedule(), kvc.model_config, v4)
+        demand = _demand(kv_shape(kvc), kvc.device, get_schedule(), kvc.model_config, v4_layout(kvc))
         sizes = plan_for(demand, self._available_bytes, capacity_tokens)
         _planned[id(kvc)] = sizes
         return MemoryPoolConfig(max_total_num_tokens=sizes.capacity_tokens)
@@ -172,40 +174,21 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
     config, shape = InplaceConfig.from_env(), demand.shape
     host_available = host_memory_available()
     host_bytes = min(int(host_available * _HOST_SHARE_AUTO), demand.reachable_bytes)
-    device_bytes = min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes
+    common: dict[str, Any] = {
+        "max_running_requests": demand.max_running_requests,
+        "device_bytes_auto": min(device_bytes, _CPU_DEVICE_BYTES) if demand.on_cpu else device_bytes,
+        "host_bytes_auto": host_bytes,
+        "staging_tokens": demand.chunk_tokens,
+        "capacity_tokens": capacity_tokens,
+    }
     if demand.v4 is not None:
-        sizes = plan_v4_regions(
-            config,
-            demand.v4,
-            max_running_requests=demand.max_running_requests,
-            device_bytes_auto=device_bytes,
-            host_bytes_auto=host_bytes,
-            staging_tokens=demand.chunk_tokens,
-            workspace_bytes=0
-            if demand.on_cpu
-            else WORKSPACE_BYTES_CUDA + demand.v4.read_bytes(demand.context_tokens),
-            capacity_tokens=capacity_tokens,
-        )
-        return _checked(sizes, demand, host_available)
-    sizes = plan_regions(
-        config,
-        shape,
-        max_running_requests=demand.max_running_requests,
-        device_bytes_auto=device_bytes,
-        host_bytes_auto=host_bytes,
-        staging_tokens=demand.chunk_tokens,
-        capacity_tokens=capacity_tokens,
-        tile_tokens=DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA,
-        workspace_bytes=0
-        if demand.on_cpu
-        else _workspace_bytes(config, shape, host_bytes, demand.max_running_requests, demand.context_tokens),
-    )
-    return _checked(sizes, demand, host_available)
-
-
-def _checked(sizes: RegionSizes, demand: Demand, host_available: int) -> RegionSizes:
-    """`sizes`, if the host has memory for them."""
-    shape = demand.shape
+        kernels = 0 if demand.on_cpu else WORKSPACE_BYTES_CUDA + demand.v4.read_bytes(demand.context_tokens)
+        sizes = plan_v4_regions(config, demand.v4, **common, workspace_bytes=kernels)
+    else:
+        running, context = demand.max_running_requests, demand.context_tokens
+        kernels = 0 if demand.on_cpu else _workspace_bytes(config, shape, host_bytes, running, context)
+        tile = DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA
+        sizes = plan_regions(config, shape, **common, tile_tokens=tile, workspace_bytes=kernels)
     arena_bytes = sizes.host_pages * shape.page_bytes
     check_host_budget(arena_bytes, host_available)
     if demand.on_cpu:

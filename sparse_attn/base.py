@@ -259,6 +259,13 @@ class Selector(ABC):
             )
 
 
+def hidden_of(x: LayerInputs, who: str) -> Tensor:
+    """x.h; ValueError, saying who needs it (such as "the gates need"), unless it has x's tokens."""
+    if x.h is None or len(x.h) != x.tokens:
+        raise ValueError(f"{who} h of {x.tokens} tokens")
+    return x.h
+
+
 def rows_of(x: LayerInputs, name: str, shape: tuple[int, ...]) -> Tensor:
     """x.kv[name] or the field of that name; ValueError unless it is there and [T, *shape]."""
     rows = x.kv.get(name, getattr(x, name, None))

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparse_attn.attend import EntrySource, State, attend_rows, expand, merge
 from sparse_attn.base import Closed, LayerInputs, Selection, Selector, SelectorState, Space
 from sparse_attn.hot import HotSet
-from sparse_attn.traffic import Policy, Traffic, exchange_bytes
+from sparse_attn.traffic import Policy, Traffic, answer_bytes, exchange_bytes
 
 
 class Pending(Protocol):
@@ -151,7 +151,7 @@ class Composer:
     def _place(self, q: Tensor, hot: HotSet, ids: Tensor) -> Placement:
         space, traffic = hot.space, self.traffic
         tokens, heads, _ = q.shape
-        answers = tokens * heads * (space.dv + 1) * 4
+        answers = answer_bytes(tokens, heads, space.dv)
         exchange = exchange_bytes(tokens, heads, space.dk, space.dv, q.element_size())
         placement = place(ids, hot, self.policy, exchange)
         listed, hits, tiled, on_cpu = (

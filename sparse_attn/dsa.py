@@ -22,6 +22,7 @@ from sparse_attn.base import (
     SelectorState,
     Space,
     Taken,
+    hidden_of,
     rows_of,
 )
 from sparse_attn.indexer import index_queries, top_entries
@@ -107,9 +108,8 @@ class DsaSelector(Selector):
             return taken
         taken.closed.append(Closed("lat", x.first, latents.to(config.entry_dtype)))
         if indexer is not None:
-            if x.h is None or len(x.h) != x.tokens:
-                raise ValueError(f"a layer with an indexer needs h of {x.tokens} tokens")
-            keys = F.linear(x.h.to(indexer.key.dtype), indexer.key).float()
+            h = hidden_of(x, "a layer with an indexer needs")
+            keys = F.linear(h.to(indexer.key.dtype), indexer.key).float()
             norm, bias = indexer.key_norm.float(), indexer.key_norm_bias.float()
             keys = F.layer_norm(keys, norm.shape, norm, bias, config.index_norm_eps)
             keys = rotate_head_halves(keys, x.positions(keys.device), self._weights.inv_freq)

@@ -32,6 +32,7 @@ from sparse_attn.base import (
     SelectorState,
     Space,
     Taken,
+    hidden_of,
     rows_of,
 )
 from sparse_attn.indexer import top_ids
@@ -183,8 +184,7 @@ class NsaSelector(Selector):
         self._check_observed(state, x)
         config, weights = self.config, self._weights
         q = rows_of(x, "q", (config.heads, config.dk))
-        if x.h is None or len(x.h) != x.tokens:
-            raise ValueError(f"the gates need h of {x.tokens} tokens")
+        h = hidden_of(x, "the gates need")
         behind = x.positions(q.device) + 1
         closed = ((behind - config.block).div(config.stride, rounding_mode="floor") + 1).clamp(min=0)
         segments = [
@@ -192,7 +192,7 @@ class NsaSelector(Selector):
             Segment("slc", 1, behind, ids=self._blocks(state, x, q, closed), unit=config.selected_block),
             Segment("win", 2, behind, span=((behind - config.window).clamp(min=0), behind)),
         ]
-        gates = torch.sigmoid(F.linear(x.h.float(), weights.gate.float(), weights.gate_bias.float()))
+        gates = torch.sigmoid(F.linear(h.float(), weights.gate.float(), weights.gate_bias.float()))
         gates = rearrange(gates, "t (h branches) -> t h branches", branches=3)
         return Selection(segments, gates=gates, list_owner=config.layer)
 

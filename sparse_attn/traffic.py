@@ -7,9 +7,14 @@ from dataclasses import dataclass
 _FP32 = 4
 
 
+def answer_bytes(tokens: int, heads: int, dv: int) -> int:
+    """Of the CPU's part of a layer: fp32 outputs and LSEs."""
+    return tokens * heads * (dv + 1) * _FP32
+
+
 def exchange_bytes(tokens: int, heads: int, dk: int, dv: int, query_bytes: int) -> int:
     """What the CPU's part of a layer costs the link: queries there, fp32 outputs and LSEs back. query_bytes: of one element."""
-    return tokens * heads * (dk * query_bytes + (dv + 1) * _FP32)
+    return tokens * heads * dk * query_bytes + answer_bytes(tokens, heads, dv)
 
 
 def break_even_misses(

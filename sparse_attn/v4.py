@@ -27,6 +27,7 @@ from sparse_attn.base import (
     SelectorState,
     Space,
     Taken,
+    hidden_of,
     rows_of,
 )
 from sparse_attn.compressor import Compressor, CompressorWeights
@@ -150,9 +151,7 @@ class V4Selector(Selector):
             return taken
         taken.closed.append(Closed("win", x.first, window.to(self.config.entry_dtype)))
         for space, compressor in self._compressors.items():
-            if x.h is None or len(x.h) != x.tokens:
-                raise ValueError(f"a {self.config.kind} layer needs h of {x.tokens} tokens")
-            rows = compressor.project(x.h)
+            rows = compressor.project(hidden_of(x, f"a {self.config.kind} layer needs"))
             first, entries = compressor.close(state.tails.get(space), x.first, rows)
             taken.journal[space] = rows
             if len(entries):

@@ -7,6 +7,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_inplacekv.compat import BACKEND_NAME
+from sglang_inplacekv.pool import pool_of
 from sglang_inplacekv.step_plan import Span
 from sglang_inplacekv.v4.attend import layer_attention
 from sglang_inplacekv.v4.pool import InplaceV4Pool
@@ -20,11 +21,7 @@ class InplaceV4Backend(AttentionBackend):
     def __init__(self, runner) -> None:
         super().__init__()
         self.kv_index_translator = runner.kv_index_translator
-        pool = runner.token_to_kv_pool
-        if not isinstance(pool, InplaceV4Pool):
-            raise RuntimeError(
-                f"--attention-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}: a hook did not take"
-            )
+        pool: InplaceV4Pool = pool_of(runner, InplaceV4Pool)
         self.pool = self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         selectors = make_selectors(runner.model, pool.dtype)

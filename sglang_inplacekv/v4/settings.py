@@ -10,7 +10,7 @@ import torch
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.models.deepseek_v4 import ARCHITECTURE, V4Geometry, override_args, read_config
-from sglang_inplacekv.models.deepseek_v4.geometry import HCA_RATIO
+from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
 from sglang_inplacekv.v4.layout import V4Layout
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ def layout_of(hf_config: Any, dtype: torch.dtype, page_tokens: int) -> V4Layout:
     return V4Layout(V4Geometry.from_dict(hf_config.v4_geometry), dtype, page_tokens)
 
 
-def prepare(args: Any) -> bool:
+def prepare(args: Any) -> None:
     """Where `args` (ServerArgs, not resolved) name a DeepSeek-V4 checkpoint: lead SGLang to our model, fill and refuse.
 
-    Returns whether they do. ConfigError for what cannot be served.
+    ConfigError for what cannot be served.
     """
     fields = read_config(args.model_path, args.revision)
     if fields is None:
-        return False
+        return
     try:
         args.json_model_override_args = override_args(fields, args.json_model_override_args)
     except ValueError as error:
@@ -67,7 +67,6 @@ def prepare(args: Any) -> bool:
             "outside its pages (as with --disable-radix-cache)"
         )
         args.disable_radix_cache = True
-    return True
 
 
 def check(settings: Any, model_config: Any) -> None:
@@ -76,9 +75,7 @@ def check(settings: Any, model_config: Any) -> None:
         raise ConfigError(
             f"--page-size: asked {settings.page_size}, possible with DeepSeek-V4 are multiples of {HCA_RATIO}"
         )
-    geometry = V4Geometry.from_dict(model_config.hf_config.v4_geometry)
-    layout = V4Layout(geometry, torch.bfloat16, settings.page_size)
-    if not layout.csa_layers:
+    if not V4Geometry.from_dict(model_config.hf_config.v4_geometry).layers_of(CSA_RATIO):
         raise ConfigError(
             "--model-path: a DeepSeek-V4 without layers of ratio 4, possible are those with some"
         )
