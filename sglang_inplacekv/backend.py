@@ -7,6 +7,7 @@ homed on the host, the executor runs it over the four regions.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -18,6 +19,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.device_backend import make_device_backend
+from sglang_inplacekv.executors.plan_fence import PlanFence
 from sglang_inplacekv.graphs import DEVICE, SPILLED
 from sglang_inplacekv.pool import RegionPool, pool_of
 from sglang_inplacekv.step_plan import Span
@@ -37,7 +39,7 @@ class InplaceAttnBackend(AttentionBackend):
         self._on_gpu = pool.on_gpu
         self._last_layer = pool.start_layer + pool.layer_num - 1
         self._capturing = False
-        self._planned = torch.cuda.Event() if pool.on_gpu else None
+        self._planning = PlanFence() if pool.on_gpu else nullcontext()
         # Of the decode step whose graph is about to be replayed.
         self._chosen: list[Span] = []
         self._form: str | None = None
@@ -118,13 +120,8 @@ class InplaceAttnBackend(AttentionBackend):
         if not in_capture and not self.pool.all_in_device(self._chosen):
             raise RuntimeError("a step that holds a host page must not replay a graph over D alone")
         self.pool.begin_device_forward([] if in_capture else self._chosen, is_decode=not in_capture)
-        # FlashInfer's plan leaves through pinned memory, and the next one of the same wrapper overwrites that. Under the
-        # overlapped schedule the GPU is a step behind, and more where other processes use it.
-        if self._planned is not None:
-            self._planned.synchronize()
-        self._device.init_forward_metadata_out_graph(forward_batch, in_capture)
-        if self._planned is not None:
-            self._planned.record()
+        with self._planning:
+            self._device.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     # Layers
 

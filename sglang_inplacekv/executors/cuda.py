@@ -35,6 +35,7 @@ from sglang_inplacekv.executors.flashinfer_paged import (
 )
 from sglang_inplacekv.executors.hand_over import HandOver
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
+from sglang_inplacekv.executors.plan_fence import PlanFence
 from sglang_inplacekv.executors.prefix_gather import PrefixGather
 from sglang_inplacekv.executors.tile_stream import Tile
 from sglang_inplacekv.feedback import Costs
@@ -86,8 +87,8 @@ class CudaExecutor(Executor):
         self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
-        # The last plans of the calls that are captured, and of all others, have left pinned memory.
-        self._captured_planning, self._planning = torch.cuda.Event(), torch.cuda.Event()
+        # Of the calls that are captured, and of all others.
+        self._captured_planning, self._planning = PlanFence(), PlanFence()
         self._hand: HandOver | None = None
         self._clocks = TransferClocks(shape.layers)
         self.reserve_rows(0)
@@ -270,9 +271,8 @@ class CudaExecutor(Executor):
             np.concatenate((lists.last_page_tokens, spare)),
         )
         assert self._geometry is not None
-        self._captured_planning.synchronize()
-        self._captured[forward.rows].plan(self._geometry, filled)
-        self._captured_planning.record()
+        with self._captured_planning:
+            self._captured[forward.rows].plan(self._geometry, filled)
 
     def extend(
         self,
@@ -314,9 +314,11 @@ class CudaExecutor(Executor):
         if forward.planned:
             return
         forward.planned = True
-        # FlashInfer's plan leaves through pinned memory, which the next plan overwrites.
-        self._planning.synchronize()
-        geometry = self._geometry_of(q, scale)
+        with self._planning:
+            self._plan_calls(q, scale)
+
+    def _plan_calls(self, q: torch.Tensor, scale: float) -> None:
+        forward, geometry = self._forward, self._geometry_of(q, scale)
         if not forward.plan.is_decode and self._chunk is not None:
             self._chunk.plan(geometry, forward.row_counts.tolist())
         if not forward.replayed:
@@ -336,7 +338,6 @@ class CudaExecutor(Executor):
             used[layout] += 1
             attention.plan(geometry, self._tile_lists(forward, tile))
             forward.tiles.append(attention)
-        self._planning.record()
 
     def _geometry_of(self, q: torch.Tensor, scale: float) -> Geometry:
         shape = self.regions.shape
