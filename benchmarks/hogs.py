@@ -1,92 +1,96 @@
-"""What takes the link or the CPU away from a decode."""
+"""What takes the link or the CPU away from a decode. Processes of their own, as a neighbour's are."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-
-import torch
 
 _COPY_BYTES = 2**26  # as large as a tile of the decode, so that the two take turns evenly
 _READ_BYTES = 2**27  # of each process; together beyond any cache
-_QUEUED = 4  # copies ahead, lest the link rest while this thread is kept from the interpreter
 _END_S = 30.0
 _READER = """
 import os, sys
 import numpy as np
 os.sched_setaffinity(0, {int(sys.argv[1])})
 data = np.ones(int(sys.argv[2]) // 8)
-print("reads", flush=True)
+print("works", flush=True)
 while os.getppid() == int(sys.argv[3]):
     data.sum()
+"""
+# A few copies ahead, lest the link rest between two. Blocking events, so that waiting takes no core from the CPU team.
+_COPIER = """
+import os, select, sys, time
+import torch
+nbytes, parent, cuda = int(sys.argv[1]), int(sys.argv[2]), torch.cuda.is_available()
+torch.set_num_threads(1)
+source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=cuda)
+target = source.to("cuda" if cuda else "cpu", copy=True)
+print("works", flush=True)
+begun_s, copies, queued = time.perf_counter(), 0, []
+while os.getppid() == parent and not select.select([sys.stdin], [], [], 0)[0]:
+    target.copy_(source, non_blocking=True)
+    copies += 1
+    if cuda:
+        queued.append(torch.cuda.Event(blocking=True))
+        queued[-1].record()
+    if len(queued) == 4:
+        queued.pop(0).synchronize()
+if cuda:
+    torch.cuda.synchronize()
+print(copies * nbytes / (time.perf_counter() - begun_s) / 1e9)
 """
 
 
 class LinkHog:
-    """Copies pinned memory to the GPU, on a stream of its own, without a pause; without a GPU, memory to memory."""
+    """Copies pinned memory to the GPU without a pause; without a GPU, memory to memory.
+
+    Not a thread: two threads of one process that issue large copies to the GPU, each on a stream of its own, were seen to stop
+    both for good (driver 580.159, H200; with batched and with plain copies, and with nothing else running).
+    """
 
     def __init__(self) -> None:
-        cuda = torch.cuda.is_available()
-        self._source = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=cuda)
-        self._target = torch.empty_like(self._source, device="cuda" if cuda else "cpu")
-        self._stream = torch.cuda.Stream() if cuda else None
         self.gbps = 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        over, pool = threading.Event(), ThreadPoolExecutor(1, "link hog")
-        copying = pool.submit(self._copy, over)
-        try:
+        with _working([[_COPIER, str(_COPY_BYTES)]]) as (copier,):
             yield
-        finally:
-            over.set()
-            pool.shutdown(wait=False)
-            if not wait([copying], _END_S).done:
-                raise TimeoutError(f"the link hog still copies {_END_S:g} s after it was to end")
-            self.gbps = copying.result()
-
-    def _copy(self, over: threading.Event) -> float:
-        """GB/s."""
-        begun_s, copies = time.perf_counter(), 0
-        queued: list[torch.cuda.Event] = []
-        while not over.is_set():
-            with torch.cuda.stream(self._stream):
-                self._target.copy_(self._source, non_blocking=True)
-                if self._stream is not None:
-                    # Blocking, so that waiting takes no core from the CPU team.
-                    queued.append(torch.cuda.Event(blocking=True))
-                    queued[-1].record()
-            copies += 1
-            if len(queued) == _QUEUED:
-                queued.pop(0).synchronize()
-        if self._stream is not None:
-            self._stream.synchronize()
-        return copies * _COPY_BYTES / (time.perf_counter() - begun_s) / 1e9
+            told, _ = copier.communicate(timeout=_END_S)
+        if copier.returncode:
+            raise RuntimeError(f"the link hog ended with {copier.returncode}")
+        self.gbps = float(told)
 
 
 @contextmanager
 def cpu_hog(cores: Sequence[int]) -> Iterator[None]:
     """A process on each of `cores` that reads memory without a pause."""
-    command = [sys.executable, "-c", _READER]
-    readers = [
+    with _working([[_READER, str(core), str(_READ_BYTES)] for core in cores]):
+        yield
+
+
+@contextmanager
+def _working(scripts: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen]]:
+    """Processes that have begun to work. They end with the context, or with this process."""
+    hogs = [
         subprocess.Popen(
-            [*command, str(core), str(_READ_BYTES), str(os.getpid())], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", *script, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        for core in cores
+        for script in scripts
     ]
     try:
-        for reader in readers:
-            if reader.stdout.readline().strip() != "reads":
-                raise RuntimeError(f"a reader of the CPU hog ended with {reader.wait(_END_S)}")
-        yield
+        for hog in hogs:
+            if hog.stdout.readline().strip() != "works":
+                raise RuntimeError(f"a hog ended with {hog.wait(_END_S)}")
+        yield hogs
     finally:
-        for reader in readers:
-            reader.kill()
-            reader.wait(_END_S)
-            reader.stdout.close()
+        for hog in hogs:
+            hog.kill()
+            hog.wait(_END_S)
+            hog.stdin.close()
+            hog.stdout.close()

@@ -13,6 +13,8 @@ from cpu_attn.executor import Executor
 from cpu_attn.library import default_threads, isa
 from cpu_attn.probe import hand_over_seconds, huge_buffer
 
+SPIN_S = 2e-3  # as a server's team beside a GPU
+
 # Torch's threads, which gqa starts for SDPA, come last: they would be in the way of the others.
 SECTIONS = {
     "mla": bench_mla.run,
@@ -23,10 +25,16 @@ SECTIONS = {
 }
 
 
+def team_size() -> int:
+    """As a server's team: whoever submits jobs has a core of his own, where there are more than two."""
+    usable = default_threads()
+    return usable - 1 if usable > 2 else usable
+
+
 def parse(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS, help="one section")
-    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--threads", type=int, default=team_size(), help="of the team (default %(default)s)")
     parser.add_argument("--cores", type=lambda s: [int(x) for x in s.split(",")], default=None)
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds a case, at least 5")
     parser.add_argument("--page-size", type=int, default=256, help="tokens a page")
@@ -51,7 +59,7 @@ def report_hand_over(threads: int, cores: list[int] | None) -> None:
     spin on the team's cores.
     """
     torch.set_num_threads(1)
-    for name, spin_s in (("sleeping", 0.0), ("spinning", 2e-3)):
+    for name, spin_s in (("sleeping", 0.0), ("spinning", SPIN_S)):
         with Executor(threads, cores, spin_s=spin_s) as executor:
             hand_over_seconds(executor)
             print(
@@ -63,7 +71,8 @@ def main(command_line: list[str] | None = None) -> None:
     arguments = parse(command_line)
     report_hand_over(arguments.threads, arguments.cores)
     torch.manual_seed(0)
-    with Executor(arguments.threads, arguments.cores) as executor:
+    spin_s = SPIN_S if arguments.threads < default_threads() else 0.0
+    with Executor(arguments.threads, arguments.cores, spin_s=spin_s) as executor:
         print(f"{isa()}, {arguments.threads} threads, pages of {arguments.page_size} tokens")
         probe = huge_buffer(arguments.probe_mib << 20, executor)
         probe.fill_(1)

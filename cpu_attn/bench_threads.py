@@ -83,14 +83,14 @@ def report(
     return "\n".join(lines)
 
 
-def run(executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> None:
+def run(_: Executor, probe: Tensor, arguments: argparse.Namespace) -> None:
     counts = thread_counts(arguments.threads)
     cores = arguments.cores
-    smaller = [Executor(count, cores and cores[:count]) for count in counts[:-1]]
+    # None of them spins when its turn is over.
+    teams = [Executor(count, cores and cores[:count]) for count in counts]
     try:
-        teams = [*smaller, executor]
         for model in MODELS:
             print(report(model, counts, len(probe), *measure(model, teams, probe, arguments)), flush=True)
     finally:
-        for team in smaller:
+        for team in teams:
             team.close()
