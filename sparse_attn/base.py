@@ -175,9 +175,26 @@ class Selector(ABC):
 
         Raises ValueError, before anything changed, unless x starts at state.tokens and fits the geometry.
         """
+        return self._observe(state, x, ())[0]
+
+    def observe_marked(
+        self, state: SelectorState, x: LayerInputs, marks: Sequence[int]
+    ) -> list[dict[str, Tensor]]:
+        """As `observe`, and return what `snapshot` would have returned after each of `marks` tokens, which end in x.
+
+        ValueError, before anything changed, for a mark elsewhere.
+        """
+        if any(not x.first < mark <= x.first + x.tokens for mark in marks):
+            raise ValueError(f"marks {list(marks)} do not end in tokens {x.first} .. {x.first + x.tokens}")
+        return self._observe(state, x, marks)[1]
+
+    def _observe(
+        self, state: SelectorState, x: LayerInputs, marks: Sequence[int]
+    ) -> tuple[list[Closed], list[dict[str, Tensor]]]:
         if x.first != state.tokens:
             raise ValueError(f"the next token is {state.tokens}, tokens from {x.first} were given")
         taken = self._take_in(state, x)
+        snapshots = [self._marked(state, x.first, taken.journal, mark) for mark in marks]
         for closed in taken.closed:
             state.store.append(closed.space, closed.first, closed.values)
         for space, rows in taken.journal.items():
@@ -186,7 +203,20 @@ class Selector(ABC):
             journals.write(state.tails[space], x.first, rows)
         state.tokens += x.tokens
         state.floor = max(state.floor, state.tokens - self.max_rollback)
-        return taken.closed
+        return taken.closed, snapshots
+
+    def _marked(
+        self, state: SelectorState, first: int, journal: Mapping[str, Tensor], mark: int
+    ) -> dict[str, Tensor]:
+        """The snapshot after `mark` tokens: rows of the journals as they are, and of `journal`, which begins at `first`."""
+        snapshot = {}
+        for space, rows in journal.items():
+            start = self._journal_from(space, mark)
+            own = rows[max(0, start - first) : mark - first]
+            if start < first:
+                own = torch.cat((journals.read(state.tails[space], start, first), own))
+            snapshot[space] = own.clone()
+        return snapshot
 
     @abstractmethod
     def _take_in(self, state: SelectorState, x: LayerInputs) -> Taken:
@@ -236,17 +266,28 @@ class Selector(ABC):
 
         It cannot be rolled back below `tokens`. Raises ValueError where rows are missing.
         """
-        state = SelectorState(store, tokens, floor=tokens)
-        for space, length in self.tail_rows.items():
-            first = self._journal_from(space, tokens)
-            if space not in rows or len(rows[space]) != tokens - first:
-                found = len(rows.get(space, ()))
+        state = SelectorState(store)
+        self.restore(state, tokens, rows)
+        return state
+
+    def restore(self, state: SelectorState, tokens: int, rows: Mapping[str, Tensor]) -> None:
+        """As `resume`, of a state that exists, in its own journals; a space whose snapshot is empty need not be given.
+
+        Raises ValueError, before anything changed, where rows are missing.
+        """
+        starts = {space: self._journal_from(space, tokens) for space in self.tail_rows}
+        for space, first in starts.items():
+            if (found := len(rows.get(space, ()))) != tokens - first:
                 raise ValueError(
                     f"{tokens} tokens leave {tokens - first} rows of {space}, {found} were given"
                 )
-            state.tails[space] = rows[space].new_empty(length, rows[space].shape[1])
-            journals.write(state.tails[space], first, rows[space])
-        return state
+        for space, first in starts.items():
+            if space in rows:
+                if space not in state.tails:
+                    length = self.tail_rows[space]
+                    state.tails[space] = rows[space].new_empty(length, rows[space].shape[1])
+                journals.write(state.tails[space], first, rows[space])
+        state.tokens = state.floor = tokens
 
     @abstractmethod
     def _journal_from(self, space: str, tokens: int) -> int:

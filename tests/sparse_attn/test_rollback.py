@@ -153,6 +153,31 @@ def test_a_snapshot_is_all_it_takes_to_go_on(kind: str) -> None:
             selector.resume(29, {}, begun.store)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_marked_snapshots_are_those_of_a_cut_there(kind: str) -> None:
+    selector = selector_of(kind, MAX_ROLLBACK)
+    right = tokens_of(selector, 60, seed=1)
+    for first, marks in [(0, (4, 8, 32, 33)), (30, (31, 32)), (31, (32, 36, 60)), (7, ())]:
+        state, cut = selector.new_state(), selector.new_state()
+        for one in (state, cut):
+            selector.observe(one, part(right, 0, first))
+        found = selector.observe_marked(state, part(right, first, 60), marks)
+        assert len(found) == len(marks)
+        for mark, snapshot in zip(marks, found):
+            selector.observe(cut, part(right, cut.tokens, mark))
+            torch.testing.assert_close(snapshot, selector.snapshot(cut), rtol=1e-5, atol=1e-5)
+        wanted = selector.new_state()
+        selector.observe(wanted, part(right, 0, first))
+        selector.observe(wanted, part(right, first, 60))
+        assert state.tokens == 60 and all(torch.equal(state.tails[s], wanted.tails[s]) for s in wanted.tails)
+    begun = selector.new_state()
+    selector.observe(begun, part(right, 0, 7))
+    for mark in (7, 61):
+        with pytest.raises(ValueError, match=f"marks .{mark}. do not end in tokens 7 .. 60"):
+            selector.observe_marked(begun, part(right, 7, 60), [mark])
+    assert begun.tokens == 7
+
+
 def test_short_sequences_can_be_taken_back_whole() -> None:
     for kind in KINDS:
         selector = selector_of(kind, MAX_ROLLBACK)
