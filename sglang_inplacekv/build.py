@@ -66,6 +66,11 @@ def build_pool(kvc, sizes, req_to_token_pool) -> RegionPool:
         f"{planned.window_pages} windows, two P tiles of {planned.tile_pages} pages, page size {planned.page_tokens}, "
         f"share target {regions.scope.target_share:g}, CPU attention {cpu_attn.isa()} on cores {sorted(team.cores)}"
     )
+    if v4 is not None:
+        logger.info(
+            f"InplaceKV prefix cache: {planned.tail_records} tail records of {v4.record_bytes} bytes in host memory, beside "
+            f"{planned.host_pages} pages of {v4.shape.page_bytes} bytes; a prefix is reused up to its last page that has one"
+        )
     return pool
 
 

@@ -102,8 +102,7 @@ class AdmissionGate:
 
     def _prefix_ids(self, adder: PrefillAdder, req: Req) -> torch.Tensor:
         """Pages of the prefix-cache hit, [pages] int64 on the device."""
-        ids = adder.tree_cache.prefix_device_indices(req)
-        return (ids[:: self._pool.page_size] // self._pool.page_size).long()
+        return self._pool.pages_of(adder.tree_cache.prefix_device_indices(req))
 
     def _prefix_pages(self, adder: PrefillAdder, req: Req) -> np.ndarray:
         """The same on the host."""

@@ -64,6 +64,30 @@ def _build_allocator(original, kvc, *, token_to_kv_pool, **kwargs):
     return build_allocator(token_to_kv_pool)
 
 
+def _match_kv_cache(original, req, tree_cache, *args, max_prefix_len=None, **kwargs):
+    result = original(req, tree_cache, *args, max_prefix_len=max_prefix_len, **kwargs)
+    if not _selected() or not req.prefix_len:
+        return result
+    pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
+    tokens = pool.resumable_tokens(req.prefix_len, lambda: tree_cache.prefix_device_indices(req))
+    if tokens == req.prefix_len:
+        return result
+    return original(req, tree_cache, *args, max_prefix_len=tokens, **kwargs)
+
+
+def _insert(original, cache, params):
+    if _selected() and not cache.disable:
+
+        def cached_ids():
+            from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+            match = cache.match_prefix(MatchPrefixParams(key=params.key))
+            return cache.path_device_indices(match.last_device_node)
+
+        cache.token_to_kv_pool_allocator.get_kvcache().prefix_is_cached(params.value, cached_ids)
+    return original(cache, params)
+
+
 def _add_one_req(original, adder, req, *args, **kwargs):
     if not _selected():
         return original(adder, req, *args, **kwargs)
@@ -172,6 +196,18 @@ HOOKS = (
         "SGLang has no seam for an allocator class",
     ),
     Hook(
+        "sglang.srt.mem_cache.common.match_kv_cache",
+        HookType.AROUND,
+        _match_kv_cache,
+        "a cached prefix of DeepSeek-V4 is reused up to the last page that has a tail record, which the tree knows nothing of",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        HookType.AROUND,
+        _insert,
+        "pages that the tree has already are freed here, with tail records that the tree's own may have lost",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         HookType.AROUND,
         _add_one_req,
@@ -264,6 +300,8 @@ _EXPECTED = {
     "_pool_configurator": "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",
     "_build_pool": f"{_CONFIGURATOR}._build_token_to_kv_pool",
     "_build_allocator": f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+    "_match_kv_cache": "sglang.srt.mem_cache.common.match_kv_cache",
+    "_insert": "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
     "_add_one_req": "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
     "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "_graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",

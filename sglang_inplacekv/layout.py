@@ -93,6 +93,7 @@ class RegionSizes:
     tile_pages: int  # of one P tile; there are two
     page_size: int  # rows of a page of a layer
     row_tokens: int = 1  # that a row stands for
+    tail_records: int = 0  # in host memory, of pages of either kind; DeepSeek-V4 with a prefix cache
 
     @property
     def page_tokens(self) -> int:

@@ -122,9 +122,10 @@ class PageLists:
             if before is not None and before.row == row:
                 del self._known[self._owner[row]]
             self._owner[row] = rid
-            self._known[rid] = _Known(row, self._generation(row), length, pages, current)
+            self._known[rid] = _Known(row, self.generation(row), length, pages, current)
 
-    def _generation(self, row: int) -> int:
+    def generation(self, row: int) -> int:
+        """Rises whenever SGLang gives the row to a request."""
         return int(self._pool.req_generation[row])
 
     def live_pages(self) -> list[np.ndarray]:
@@ -134,5 +135,5 @@ class PageLists:
         return [
             known.pages
             for known in self._known.values()
-            if known.row not in free and known.generation == self._generation(known.row)
+            if known.row not in free and known.generation == self.generation(known.row)
         ] + [pages.numpy() for pages in self._starting]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,18 @@ class RegionPool(KVCache):
         self.executor.drain()
         self.regions.forget_all_pages()
         self.page_lists.clear()
+
+    def resumable_tokens(self, tokens: int, ids: Callable[[], torch.Tensor]) -> int:
+        """After how many of a cached prefix's `tokens` a request can go on. `ids` finds its token ids, on the device."""
+        return tokens
+
+    def prefix_is_cached(self, own: torch.Tensor, cached: Callable[[], torch.Tensor]) -> None:
+        """A request's token ids `own`, on the device, are about to join the prefix cache. Of their beginning it has others
+        already, which `cached` finds: those stay, and the request's own are freed."""
+
+    def pages_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Pages of token ids [pages * page_size], [pages] int64 on their device."""
+        return (ids[:: self.page_size] // self.page_size).long()
 
     def live_host_pages(self) -> int:
         """Host pages that live requests were last seen to have, shared ones once for each."""

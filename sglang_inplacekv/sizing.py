@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sglang_inplacekv.arena import check_host_budget, host_memory_available
 from sglang_inplacekv.compat import BACKEND_NAME
@@ -28,7 +28,7 @@ from sglang_inplacekv.layout import (
     RegionSizes,
     plan_regions,
 )
-from sglang_inplacekv.v4.layout import V4Layout, plan_v4_regions
+from sglang_inplacekv.v4.layout import RECORD_SHARE, V4Layout, plan_v4_regions
 from sglang_inplacekv.v4.settings import is_v4, layout_of
 
 # What --kv-cache-dtype can name; "auto" is the model's own dtype.
@@ -50,6 +50,7 @@ class Demand:
     context_tokens: int
     chunk_tokens: int  # longest prefill chunk
     v4: V4Layout | None = None  # `shape` is then that of its entries
+    prefix_cache: bool = False  # of DeepSeek-V4, whose prefixes take memory of their own
 
     @property
     def page_tokens(self) -> int:
@@ -57,9 +58,10 @@ class Demand:
 
     @property
     def reachable_bytes(self) -> int:
-        """What all running requests together can fill, in whole pages."""
+        """What all running requests together can fill, in whole pages, and the tail records' part beside it."""
         pages = -(-self.context_tokens // self.page_tokens)
-        return self.max_running_requests * pages * self.shape.page_bytes
+        page_bytes = self.max_running_requests * pages * self.shape.page_bytes
+        return page_bytes * RECORD_SHARE // (RECORD_SHARE - 1) if self.prefix_cache else page_bytes
 
 
 def v4_layout(kvc) -> V4Layout | None:
@@ -120,10 +122,13 @@ def check_budgets(settings, model_config) -> None:
             page_size=settings.page_size,
         )
     # How much memory a GPU has left is not known before the weights are loaded.
-    plan_for(_demand(shape, settings.device, settings, model_config, v4), sys.maxsize, None)
+    demand = _demand(shape, settings.device, settings, model_config, v4, settings.disable_radix_cache)
+    plan_for(demand, sys.maxsize, None)
 
 
-def _demand(shape: KVShape, device: str, settings, model_config, v4: V4Layout | None) -> Demand:
+def _demand(
+    shape: KVShape, device: str, settings, model_config, v4: V4Layout | None, disable_radix_cache: bool
+) -> Demand:
     chunk = settings.chunked_prefill_size
     return Demand(
         shape,
@@ -132,6 +137,7 @@ def _demand(shape: KVShape, device: str, settings, model_config, v4: V4Layout | 
         context_tokens=model_config.context_len,
         chunk_tokens=chunk if chunk and chunk > 0 else model_config.context_len,
         v4=v4,
+        prefix_cache=v4 is not None and not disable_radix_cache,
     )
 
 
@@ -163,7 +169,10 @@ class InplacePoolConfigurator(MemoryPoolConfigurator):
     @refuses_in_one_line
     def _plan(self, capacity_tokens: int | None) -> MemoryPoolConfig:
         kvc = self._kvc
-        demand = _demand(kv_shape(kvc), kvc.device, get_schedule(), kvc.model_config, v4_layout(kvc))
+        radix_off = get_memory().disable_radix_cache
+        demand = _demand(
+            kv_shape(kvc), kvc.device, get_schedule(), kvc.model_config, v4_layout(kvc), radix_off
+        )
         sizes = plan_for(demand, self._available_bytes, capacity_tokens)
         _planned[id(kvc)] = sizes
         return MemoryPoolConfig(max_total_num_tokens=sizes.capacity_tokens)
@@ -183,6 +192,7 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
     }
     if demand.v4 is not None:
         kernels = 0 if demand.on_cpu else WORKSPACE_BYTES_CUDA + demand.v4.read_bytes(demand.context_tokens)
+        common["prefix_cache"] = demand.prefix_cache
         sizes = plan_v4_regions(config, demand.v4, **common, workspace_bytes=kernels)
     else:
         running, context = demand.max_running_requests, demand.context_tokens
@@ -190,6 +200,8 @@ def plan_for(demand: Demand, device_bytes: int, capacity_tokens: int | None) -> 
         tile = DEFAULT_TILE_TOKENS if demand.on_cpu else DEFAULT_TILE_TOKENS_CUDA
         sizes = plan_regions(config, shape, **common, tile_tokens=tile, workspace_bytes=kernels)
     arena_bytes = sizes.host_pages * shape.page_bytes
+    if demand.v4 is not None:
+        arena_bytes += sizes.tail_records * demand.v4.record_bytes
     check_host_budget(arena_bytes, host_available)
     if demand.on_cpu:
         asked_bytes = sizes.device_tensor_pages * shape.page_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,13 @@ class Executor(ABC):
     @abstractmethod
     def _submit_flush(self, page: int) -> Ticket:
         """Queue the copy of `page`'s window to its home."""
+
+    def submit_write(self, copy: Callable[[], None], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue `copy`, in order with the writes of prefills; its ticket fails with any of `after`.
+
+        It holds the device tensors that it reads, as they are at this call, and returns with its bytes in pageable memory.
+        """
+        return self._queues["write"].submit(copy, what, after)
 
     def _computed_arguments(
         self,

@@ -12,6 +12,7 @@ pageable: its bytes land in a pinned bounce buffer and are copied on by the thre
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -397,6 +398,18 @@ class CudaExecutor(Executor):
             return buffer.view(-1, size, shape.head_dim)
         inner = (shape.kv_heads, size) if computed else (size, shape.kv_heads)
         return buffer.view(-1, shape.parts, *inner, shape.head_dim)
+
+    def submit_write(self, copy: Callable[[], None], what: str, after: Sequence[Ticket] = ()) -> Ticket:
+        ready = torch.cuda.Event()
+        ready.record()
+
+        def run() -> None:
+            torch.cuda.set_device(self._write_stream.device)
+            with torch.cuda.stream(self._write_stream):
+                self._write_stream.wait_event(ready)
+                copy()
+
+        return super().submit_write(run, what, after)
 
     def _submit_flush(self, page: int) -> Ticket:
         return self._flusher.submit(page)

@@ -13,7 +13,8 @@ Of each running request, in its row of SGLang's req_to_token (requests.py), all 
     compressor journals             8 or 128, fp32   device                                 row, position mod 8 or 128
 
 So capacity is pages, as for every model, and finish, abort and retraction give pages and row back as for every model. A row's
-state begins anew with a forward from token 0. A prefix of another request has pages but no row: prefix caching is refused.
+state begins anew with each request: empty or, behind a cached prefix, from the tail record of the prefix's last page, in host
+memory (records.py).
 
 Only CSA entries may leave the device: they are most of the bytes and a step reads few of them. Rows of the regions are entries
 here, not tokens: `RegionSizes.row_tokens` is 4.

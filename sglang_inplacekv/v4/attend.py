@@ -15,8 +15,9 @@ import cpu_attn
 from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
 from sglang_inplacekv.v4.entries import Located
+from sglang_inplacekv.v4.layout import ENTRIES, WINDOW
 from sglang_inplacekv.v4.pool import InplaceV4Pool
-from sglang_inplacekv.v4.requests import ENTRIES, WINDOW, LayerStore, Request
+from sglang_inplacekv.v4.requests import LayerStore, Request
 from sglang_inplacekv.v4.spans import attend_spans
 from sparse_attn import LayerInputs, Segment, Selection, SelectorState, V4Selector
 from sparse_attn.attend import State, attend_rows, expand, merge
@@ -42,12 +43,13 @@ class LayerAttention:
         """As InplaceV4Backend.attend."""
         requests, selector = self.pool.requests, self.selector
         states = [self.pool.states.state(request.row, self.layer) for request in requests]
-        inputs = []
+        inputs, snapshots = [], []
         for request, state in zip(requests, states, strict=True):
             rows, window = request.rows, {WINDOW: kv[request.rows].unsqueeze(1)}
             x = LayerInputs(request.span.prefix, h[rows], q_resid[rows], q[rows], window)
-            selector.observe(state, x)
+            snapshots.append(selector.observe_marked(state, x, tuple(request.marks)))
             inputs.append(x)
+        self.pool.states.write_records(self.layer, snapshots)
         self._observed()
         selections = [selector.select(state, x) for state, x in zip(states, inputs, strict=True)]
         parts = [

@@ -46,7 +46,8 @@ class InplaceV4Backend(AttentionBackend):
         for row, *span in zip(index.tolist(), rids, pages, prefixes, lengths, strict=True):
             own = Span(*span)
             on_device = torch.from_numpy(own.pages).to(index.device)
-            requests.append(Request(row, own, slice(first, first + own.new_tokens), on_device))
+            rows, generation = slice(first, first + own.new_tokens), self.pool.page_lists.generation(row)
+            requests.append(Request(row, own, rows, on_device, generation))
             first += own.new_tokens
         self.pool.begin_requests(requests, is_decode)
 

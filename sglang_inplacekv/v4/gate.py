@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenIdGate(AdmissionGate):
-    """Answers a request that gives embeddings with an error. Without a prefix cache SGLang lets such requests in."""
+    """Answers a request that gives embeddings with an error. SGLang lets such requests in where the prefix cache is off."""
 
     def add_one_req(self, add: Callable, adder: PrefillAdder, req: Req, *args, **kwargs) -> AddReqResult:
         if req.input_embeds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sglang_inplacekv.tickets import wait_all
 from sglang_inplacekv.v4.entries import EntryReader, Places
 from sglang_inplacekv.v4.gate import TokenIdGate
 from sglang_inplacekv.v4.layout import V4Layout
+from sglang_inplacekv.v4.records import TailRecords
 from sglang_inplacekv.v4.requests import Request, RequestStates
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
@@ -38,7 +40,16 @@ class InplaceV4Pool(RegionPool, KVCache):
         super().__init__(regions, executor, None, req_to_token_pool, **kwargs)
         rows = len(req_to_token_pool.req_to_token)
         poison = regions.config.poison
-        self.states = RequestStates(layout, rows, regions.sizes.pages, self.device, poison=poison)
+        self.records = TailRecords(
+            layout,
+            regions.sizes.tail_records,
+            executor,
+            poison=poison,
+            wait_timeout_s=regions.config.wait_timeout_s,
+        )
+        self.states = RequestStates(
+            layout, rows, regions.sizes.pages, self.device, self.records, poison=poison
+        )
         self.reader = EntryReader(regions, regions.shape.layers)
         self.requests, self.places = [], []
         # CSA entries that decodes attended since start, summed over layers and requests: in D or a window, by the CPU (C, and
@@ -79,6 +90,25 @@ class InplaceV4Pool(RegionPool, KVCache):
             index = self.layout.csa_layers.index(layer)
             self.executor.write_layer(index, torch.cat(made).unsqueeze(1))
 
+    def resumable_tokens(self, tokens: int, ids: Callable[[], torch.Tensor]) -> int:
+        if not self.records.table.lost_records:
+            return tokens  # every full page has its record
+        return self.records.table.resumable(self.pages_of(ids()).tolist()) * self.page_size
+
+    def prefix_is_cached(self, own: torch.Tensor, cached: Callable[[], torch.Tensor]) -> None:
+        if self.records.table.lost_records:
+            # A cached page whose record has given way would never get one again.
+            for page, stays in zip(*(self.pages_of(ids).tolist() for ids in (own, cached())), strict=False):
+                self.records.table.hand_over(page, stays)
+
+    def settle(self) -> None:
+        super().settle()
+        self.records.table.check_integrity(self.regions.homes.all_used())
+
+    def forget_all_pages(self) -> None:
+        super().forget_all_pages()
+        self.records.pages_freed(range(self.regions.sizes.pages))
+
     def pages_freed(self, pages: list[int]) -> None:
         super().pages_freed(pages)
         self.states.pages_freed(pages)
@@ -96,7 +126,7 @@ class InplaceV4Pool(RegionPool, KVCache):
         self._refuse("set_kv_buffer")
 
     def get_kv_size_bytes(self) -> int:
-        return self.nbytes + self.states.nbytes
+        return self.nbytes + self.states.nbytes + self.records.nbytes
 
 
 def _in_entries(span: Span) -> Span:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
 from sglang_inplacekv.step_plan import Span
-from sglang_inplacekv.v4.layout import V4Layout
+from sglang_inplacekv.v4.layout import ENTRIES, KEYS, WINDOW, V4Layout
 from sglang_inplacekv.v4.paged import PagedEntries
+from sglang_inplacekv.v4.records import TailRecords
 from sparse_attn import Selector, SelectorState
-
-WINDOW, ENTRIES, KEYS = "win", "cmp", "idx"  # names of the selectors' spaces
 
 
 @dataclass
@@ -24,9 +24,17 @@ class Request:
     span: Span
     rows: slice  # of the forward's tokens
     pages: torch.Tensor  # span.pages on the device, int64
+    generation: int  # of the row, which is handed on from request to request
     fresh: dict[int, torch.Tensor] = field(
         default_factory=dict
     )  # layer -> CSA entries of this forward [n, d]
+    # tokens after which this forward completes a page -> slot of its tail record
+    marks: dict[int, int] = field(default_factory=dict)
+
+    def completed(self, page_tokens: int) -> dict[int, int]:
+        """Pages that this forward completes: tokens after which -> page."""
+        first, last = self.span.prefix // page_tokens, self.span.length // page_tokens
+        return {(i + 1) * page_tokens: int(self.span.pages[i]) for i in range(first, last)}
 
     @property
     def first_entry(self) -> int:
@@ -70,6 +78,12 @@ class LayerStore:
         request = self._states.current(self._row)
         return self._states.keys.read(self._layer, request.pages, last).unsqueeze(1)
 
+    def window_at(self, tokens: int) -> torch.Tensor:
+        """The window after `tokens` tokens of this append, [window, d]: what a ring of that moment holds, in order."""
+        assert self.window is not None
+        last = tokens - self.window_first
+        return self.window[last - self._states.layout.geometry.sliding_window : last]
+
     def truncate(self, space: str, count: int) -> None:
         raise RuntimeError(f"{space} cannot be cut to {count} entries: nothing is rolled back")
 
@@ -80,9 +94,13 @@ class RequestStates:
     Memory is there from the start; `adopt` the selectors before the first forward.
     """
 
-    def __init__(self, layout: V4Layout, rows: int, pages: int, device: str, *, poison: bool) -> None:
+    def __init__(
+        self, layout: V4Layout, rows: int, pages: int, device: str, records: TailRecords, *, poison: bool
+    ) -> None:
         geometry, dtype = layout.geometry, layout.dtype
         self.layout, self._row_count, self._poison = layout, rows, poison
+        self.records = records
+        self._generations = [-1] * rows  # of the request that a row's state is of
         self.spilled = frozenset(layout.csa_layers)
         shape = (geometry.layers, rows, geometry.sliding_window, geometry.head_dim)
         self.windows = torch.zeros(shape, dtype=dtype, device=device)
@@ -108,6 +126,7 @@ class RequestStates:
                 raise RuntimeError(
                     f"layer {layer}: journals of {kept} rows, its selector keeps {selector.tail_rows}"
                 )
+        self._selectors = list(selectors)
         self._states = [
             [self._new_state(selector, row, layer) for layer, selector in enumerate(selectors)]
             for row in range(self._row_count)
@@ -133,17 +152,58 @@ class RequestStates:
         return self._states[row][layer]
 
     def begin_forward(self, requests: list[Request]) -> None:
-        """Rows whose request begins are emptied. RuntimeError if one goes on from anywhere but where its row has stopped."""
+        """Rows whose request begins are emptied and, behind a cached prefix, filled from the record of its last page.
+
+        RuntimeError if a request goes on from anywhere but where its row has stopped, or its prefix has no record.
+        """
         self._current = {request.row: request for request in requests}
         for request in requests:
-            if request.span.prefix == 0:
-                self._forget(request.row)
+            if request.span.prefix == 0 or self._generations[request.row] != request.generation:
+                self._begin(request)
             for layer, state in enumerate(self._states[request.row]):
                 if state.tokens != request.span.prefix:
                     raise RuntimeError(
                         f"request {request.span.label} goes on at token {request.span.prefix}, layer {layer} of row "
                         f"{request.row} has seen {state.tokens}"
                     )
+        self._mark_completed(requests)
+
+    def _begin(self, request: Request) -> None:
+        row, span = request.row, request.span
+        self._generations[row] = request.generation
+        self._forget(row)
+        if not span.prefix:
+            return
+        pages, inside = divmod(span.prefix, self.layout.page_tokens)
+        if inside:
+            raise RuntimeError(f"request {span.label} begins at token {span.prefix}, inside a page")
+        kept = self.records.read(int(span.pages[pages - 1]), f"request {span.label}")
+        ring = self.windows[:, row]
+        record = {space: rows.to(ring.device) for space, rows in kept.items()}
+        size = ring.shape[1]
+        places = torch.arange(span.prefix - size, span.prefix, device=ring.device) % size
+        ring[:, places] = record[WINDOW]
+        for layer, (selector, state) in enumerate(zip(self._selectors, self._states[row], strict=True)):
+            selector.restore(state, span.prefix, self.records.journals(layer, record))
+
+    def _mark_completed(self, requests: list[Request]) -> None:
+        """Give slots to the tail records that this forward makes."""
+        ends = [(request, request.completed(self.layout.page_tokens)) for request in requests]
+        slots = self.records.table.take([page for _, own in ends for page in own.values()])
+        for request, own in ends:
+            request.marks = {tokens: slots[page] for tokens, page in own.items() if page in slots}
+
+    def write_records(self, layer: int, snapshots: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
+        """Of one layer, with each request's snapshots at its marks; called before the layer's stores append again."""
+        slots: list[int] = []
+        windows: list[torch.Tensor] = []
+        for request in self._current.values():
+            store = self._states[request.row][layer].store
+            assert isinstance(store, LayerStore)
+            slots += request.marks.values()
+            windows += [store.window_at(tokens) for tokens in request.marks]
+        if slots:
+            self.records.write(layer, slots, windows, list(chain.from_iterable(snapshots)))
 
     def _forget(self, row: int) -> None:
         if self._poison:
@@ -155,6 +215,7 @@ class RequestStates:
                     tail.fill_(torch.nan)
 
     def pages_freed(self, pages: list[int]) -> None:
+        self.records.pages_freed(pages)
         if self._poison and pages:
             self.keys.poison(pages)
             self.heavy.poison(pages)

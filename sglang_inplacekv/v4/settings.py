@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from sglang_inplacekv.models.deepseek_v4 import ARCHITECTURE, V4Geometry, overri
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
 from sglang_inplacekv.v4.layout import V4Layout
 
-logger = logging.getLogger(__name__)
 # field -> what it must be: each of these would go round the model or its state.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "radix_cache_backend": (None,),
@@ -61,12 +59,6 @@ def prepare(args: Any) -> None:
                 f"--attention-backend {BACKEND_NAME} is {shown}"
             )
     args.cuda_graph_backend_decode = "disabled"
-    if not args.disable_radix_cache:
-        logger.warning(
-            f"--attention-backend {BACKEND_NAME}: prefix caching is off, since DeepSeek-V4 keeps part of a request's state "
-            "outside its pages (as with --disable-radix-cache)"
-        )
-        args.disable_radix_cache = True
 
 
 def check(settings: Any, model_config: Any) -> None:
@@ -75,7 +67,13 @@ def check(settings: Any, model_config: Any) -> None:
         raise ConfigError(
             f"--page-size: asked {settings.page_size}, possible with DeepSeek-V4 are multiples of {HCA_RATIO}"
         )
-    if not V4Geometry.from_dict(model_config.hf_config.v4_geometry).layers_of(CSA_RATIO):
+    geometry = V4Geometry.from_dict(model_config.hf_config.v4_geometry)
+    if not settings.disable_radix_cache and geometry.sliding_window > settings.page_size:
+        raise ConfigError(
+            f"--page-size: asked {settings.page_size}, possible with a prefix cache are multiples of {HCA_RATIO} from the "
+            f"model's window of {geometry.sliding_window} tokens on; any with --disable-radix-cache"
+        )
+    if not geometry.layers_of(CSA_RATIO):
         raise ConfigError(
             "--model-path: a DeepSeek-V4 without layers of ratio 4, possible are those with some"
         )

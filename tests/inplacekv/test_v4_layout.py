@@ -10,6 +10,8 @@ from sglang_inplacekv.models.deepseek_v4 import V4Geometry
 from sglang_inplacekv.v4.layout import V4Layout, plan_v4_regions
 from tests.models.v4_checkpoints import FLASH, PRO
 
+FLASH_RECORD = 43 * 128 * 512 * 2 + 21 * 4 * (2048 + 512) * 4
+
 
 def layout(config: dict, page: int = 256) -> V4Layout:
     return V4Layout(V4Geometry.from_config(config), torch.bfloat16, page)
@@ -30,7 +32,7 @@ def test_bytes_of_a_request() -> None:
     assert layout(FLASH).request_bytes == windows + journals
 
 
-def plan(gpu: str, host: str, capacity: int | None = None, monkeypatch=None):
+def plan(gpu: str, host: str, capacity: int | None = None, *, prefix_cache: bool = False):
     return plan_v4_regions(
         InplaceConfig.from_env({"SGLANG_INPLACEKV_GPU_MEMORY": gpu, "SGLANG_INPLACEKV_HOST_MEMORY": host}),
         layout(FLASH),
@@ -40,6 +42,7 @@ def plan(gpu: str, host: str, capacity: int | None = None, monkeypatch=None):
         staging_tokens=2048,
         workspace_bytes=0,
         capacity_tokens=capacity,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -72,3 +75,26 @@ def test_capacity_and_tokens() -> None:
         ConfigError, match="--inplacekv-gpu-memory: asked 1000000 bytes, possible is at least"
     ):
         plan("1MB", "1GB")
+
+
+def test_bytes_of_a_tail_record() -> None:
+    """The window of every layer, and 4 rows of CSA's two journals, whatever the page."""
+    assert {layout(FLASH, page).record_bytes for page in (128, 256, 1024)} == {FLASH_RECORD} == {6_496_256}
+    ratios = PRO["compress_ratios"][: PRO["num_hidden_layers"]]
+    assert layout(PRO).record_bytes == len(ratios) * 128 * 512 * 2 + ratios.count(4) * 4 * (2048 + 512) * 4
+
+
+def test_a_quarter_of_the_host_is_for_tail_records() -> None:
+    own, sizes = layout(FLASH), plan("8GB", "6GB", prefix_cache=True)
+    assert sizes.tail_records == 1_500_000_000 // FLASH_RECORD == 230
+    assert sizes.host_pages == (6_000_000_000 - 230 * FLASH_RECORD) // own.shape.page_bytes == 3273
+    assert plan("8GB", "6GB").tail_records == plan("1024tok", "25MB", prefix_cache=True).tail_records == 0
+    assert plan("1024tok", "6GB", capacity=4096, prefix_cache=True).tail_records == 16, "one a page"
+
+
+def test_what_crosses_to_tail_records_is_paid_by_the_device() -> None:
+    own, cached, plain = layout(FLASH), plan("6GB", "1GB", prefix_cache=True), plan("6GB", "1GB")
+    paid = 2 * (2048 // 256 + 2) * (128 * 512 * 2 + 4 * (2048 + 512) * 4) + FLASH_RECORD
+    paid -= (plain.host_pages - cached.host_pages) * own.kept_page_bytes
+    page = own.shape.page_bytes + own.kept_page_bytes
+    assert abs((plain.device_pages - cached.device_pages) * page - paid) <= page

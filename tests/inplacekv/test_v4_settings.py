@@ -34,9 +34,9 @@ def test_released_configurations_resolve(tmp_path, caplog, config) -> None:
 
     with caplog.at_level(logging.WARNING, "sglang_inplacekv"):
         args = resolve(write(tmp_path, config), max_running_requests=2)
-    assert [r.message for r in caplog.records if "prefix caching is off" in r.message], caplog.text
+    assert not [r for r in caplog.records if r.name.startswith("sglang_inplacekv")], caplog.text
     settings, model = resolving_view(args), model_config_of(args)
-    assert settings.disable_radix_cache
+    assert not settings.disable_radix_cache
     assert (settings.page_size, settings.quantization, settings.kv_cache_dtype) == (256, None, "auto")
     assert settings.cuda_graph_config.decode.backend == "disabled"
     assert model.hf_config.architectures == [ARCHITECTURE] and model.hf_config.model_type == MODEL_TYPE
@@ -53,6 +53,10 @@ def test_released_configurations_resolve(tmp_path, caplog, config) -> None:
         (
             {"radix_cache_backend": "mine"},
             "--radix-cache-backend: asked mine, possible with DeepSeek-V4 and --attention-backend inplacekv is unset",
+        ),
+        (
+            {"page_size": 128, "json_model_override_args": '{"sliding_window": 160}'},
+            "--page-size: asked 128, possible with a prefix cache are multiples of 128 from the model's window of 160",
         ),
         ({"quantization": "fp8"}, "--quantization: asked fp8, possible with DeepSeek-V4 .* is unset"),
         ({"enable_eplb": True}, "--enable-eplb: asked True, possible with DeepSeek-V4 .* is False"),

@@ -117,7 +117,7 @@ def test_capacity_is_pages_and_nothing_else() -> None:
         runner = served.runner
         assert runner.scheduler.max_total_num_tokens == 8 * PAGE
         assert runner.kv_pool.regions.sizes.host_pages == 5
-        held = runner.kv_pool.states.nbytes
+        held = runner.kv_pool.states.nbytes + runner.kv_pool.records.nbytes
         assert held > 0 and runner.kv_pool.get_kv_size_bytes() == runner.kv_pool.nbytes + held
         (prompt,) = prompts(6 * PAGE - 20, seed=6)
         handle = runner.submit(prompt, max_new_tokens=40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from sglang_inplacekv.models import checkpoint_path, make_tiny
-from sglang_inplacekv.v4.requests import ENTRIES
+from sglang_inplacekv.v4.layout import ENTRIES
 from tests.harness import Handle, Runner
 from tests.inplacekv.exactness.support import TOLERANCE
 from tests.models.v4_checkpoints import Choices, reference, transformers_model
@@ -31,6 +32,7 @@ class V4Server:
 
     def __init__(self, runner: Runner, path: Path) -> None:
         self.runner, self.path = runner, path
+        self._handles = runner.scheduler.outbox.handles
         self._chosen: dict[str, dict[tuple[str, int], dict[int, torch.Tensor]]] = defaultdict(
             lambda: defaultdict(dict)
         )
@@ -56,15 +58,21 @@ class V4Server:
         own = self._chosen[span.label][what, layer]
         own.update({span.prefix + i: row.clone() for i, row in enumerate(rows)})
 
-    def choices(self, rid: str, tokens: int) -> Choices:
-        """Of the last token nothing was chosen: it was never given to the model."""
-        found = Choices()
-        for (what, layer), rows in self._chosen[rid].items():
+    def choices(self, handle: Handle) -> Choices:
+        """Of the last token nothing was chosen: it was never given to the model. A cached prefix was chosen for by others."""
+        found, tokens = Choices(), len(handle.prompt) + len(handle.output_ids) - 1
+        # The request's own last, which count where there are some.
+        givers = [(other.rid, shared_tokens(handle, other)) for other in self._handles.values()]
+        givers.append((handle.rid, tokens))
+        for what, layer in self._chosen[handle.rid]:
+            rows: dict[int, torch.Tensor] = {}
+            for rid, shared in givers:
+                chosen = self._chosen[rid][what, layer]
+                rows.update({place: row for place, row in chosen.items() if place < min(shared, tokens)})
             width = max(len(row) for row in rows.values())
             table = torch.full((tokens, width), -1)
             for place, row in rows.items():
-                if place < tokens:
-                    table[place, : len(row)] = row
+                table[place, : len(row)] = row
             getattr(found, what)[layer] = table
         return found
 
@@ -73,7 +81,7 @@ class V4Server:
         ties = choices = 0
         for handle in handles:
             tokens = [*handle.prompt, *handle.output_ids][:-1]
-            served = self.choices(handle.rid, len(tokens))
+            served = self.choices(handle)
             wanted = reference(transformers_model(self.path), tokens, served, NEAR_TIE)
             found = torch.tensor([*(handle.prompt_logprobs or []), *handle.output_logprobs[:-1]])
             first = len(wanted.log_probabilities) - len(found)
@@ -85,6 +93,12 @@ class V4Server:
             )
             ties, choices = ties + wanted.ties, choices + wanted.choices
         assert ties <= 2 + choices // 2000, f"{ties} of {choices} choices were near ties"
+
+
+def shared_tokens(one: Handle, other: Handle) -> int:
+    """How many tokens two sequences begin with in common."""
+    pairs = zip([*one.prompt, *one.output_ids], [*other.prompt, *other.output_ids])
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @contextmanager
