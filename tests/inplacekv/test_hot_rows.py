@@ -1,0 +1,114 @@
+"""Hot sets kept on the device: by Triton's interpreter here, compiled on a GPU, which reads homes through the link."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_attn.traffic import Policy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_interpreted() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.inplacekv.hot_rows_checks"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "hot rows agree" in done.stdout, done.stderr[-2000:]
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    pytest.importorskip("triton")
+    from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
+
+    pool, shares = torch.zeros(40, 64), cpu_counts(Policy.fetch(), 16, 4, 64, 256)
+    with pytest.raises(ValueError, match="hot set of 15 rows for lists of 16: possible are 16 to"):
+        HotRows(pool, 0, 2, 15, 100, 16, shares)
+    with pytest.raises(ValueError, match="rows 9 .. 41 in a pool of 40"):
+        HotRows(pool, 9, 2, 16, 100, 16, shares)
+    with pytest.raises(ValueError, match="up to 16 missed entries for lists of 12"):
+        HotRows(pool, 0, 2, 16, 100, 12, shares)
+
+
+def test_the_cpu_gets_what_the_policy_says() -> None:
+    pytest.importorskip("triton")
+    from sglang_inplacekv.executors.hot_rows import cpu_counts
+
+    assert cpu_counts(Policy.split(0.5), 5, 64, 512, 1024).tolist() == [0, 0, 1, 2, 2, 2]
+    # 64 x (1024 + 2052) bytes of queries and answers are those of 192.2 rows.
+    fewest = cpu_counts(Policy.fewest_bytes(), 512, 64, 512, 1024).tolist()
+    assert fewest[192] == 0 and fewest[193:] == list(range(193, 513))
+
+
+def mapped(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in pinned host memory, as the GPU reads them there."""
+    from sglang_inplacekv.mapped import mapped_tensor
+
+    host = rows.pin_memory()
+    device = mapped_tensor(host.data_ptr(), host.shape, (8 * host.shape[1], 8), host.dtype)
+    device.host = host  # keeps the memory
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("policy", [Policy.fetch(), Policy.compute(), Policy.split(0.5)])
+def test_compiled(policy: Policy, behind: bool) -> None:
+    from tests.inplacekv import hot_rows_checks as checks
+
+    checks.check(checks.SMALL, policy, behind, "cuda", steps=20, to_device=mapped)
+    checks.check(checks.WHOLE, policy, behind, "cuda", steps=20, to_device=mapped)
+    checks.check(checks.FLASH, policy, behind, "cuda", steps=8, to_device=mapped)
+
+
+@pytest.mark.gpu
+def test_entries_leave_in_order() -> None:
+    from tests.inplacekv import hot_rows_checks as checks
+
+    checks.check_order_of_leaving("cuda")
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_a_step() -> None:
+    """Replayed over other lists it does what the calls do."""
+    from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
+    from tests.inplacekv import hot_rows_checks as checks
+
+    sizes, generator = checks.FLASH, torch.Generator().manual_seed(5)
+    homes = checks.homes_of(sizes, generator, "cuda", mapped)
+    shares = cpu_counts(Policy.split(0.5), sizes.listed, 64, 512, 8 * sizes.words)
+
+    def hot_rows() -> tuple[HotRows, torch.Tensor]:
+        pool = torch.zeros(sizes.batch * sizes.capacity, sizes.words, dtype=torch.int64, device="cuda")
+        own = (sizes.batch, sizes.capacity, sizes.entries, sizes.listed, shares)
+        return HotRows(pool, 0, *own), pool
+
+    (hot, pool), (other, other_pool) = hot_rows(), hot_rows()
+    ids = torch.full((sizes.batch, sizes.listed), -1, dtype=torch.int32, device="cuda")
+    names, other_names = torch.empty_like(ids), torch.empty_like(ids)
+
+    def step(own: HotRows, into: torch.Tensor) -> None:
+        own.place(ids, into)
+        own.fetch(homes)
+        own.fetch_behind(homes)
+
+    step(hot, names)  # of empty lists: compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(hot, names)
+    step(other, other_names)
+    recent = ids.cpu()
+    for _ in range(6):
+        recent = checks.lists(sizes, generator, recent)
+        ids.copy_(recent)
+        graph.replay()
+        step(other, other_names)
+        assert torch.equal(names, other_names) and torch.equal(hot.computed, other.computed)
+    assert torch.equal(pool, other_pool) and hot.counts() == other.counts()
+    assert 0 < hot.counts().hit_rate < 1
+    hot.check_integrity()

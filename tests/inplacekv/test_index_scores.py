@@ -1,0 +1,43 @@
+"""Index scores: by Triton's interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_interpreted() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.inplacekv.index_scores_checks"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "scores agree" in done.stdout, done.stderr[-2000:]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pytest.importorskip("triton")
+    from sglang_inplacekv.executors.index_scores import index_scores
+
+    queries, weights, keys = torch.ones(1, 16, 16), torch.ones(1, 16), torch.ones(1, 5, 16)
+    for own, message in (
+        ((queries[:, :8], weights[:, :8], keys), "8 index heads of 16"),
+        ((queries, weights, keys.bfloat16()), "do not fit"),
+        ((queries, weights, keys.mT.contiguous().mT), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            index_scores(*own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 16, 32, 300), (1, 64, 128, 16384), (3, 64, 128, 5000)])
+def test_compiled(shape: tuple[int, int, int, int]) -> None:
+    from tests.inplacekv.index_scores_checks import check
+
+    # Products of bf16 are exact and sums fp32: 2**-24 of what is added up, 128 products of order 11 and 64 heads of weight 0.01.
+    check(*shape, "cuda", 1e-5)
