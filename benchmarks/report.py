@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .bounds import Bounds
+from .csa_tables import csa_layer
 from .results import read_parts, rows_of, write_json
 from .servers import BENCHMARKS, OURS, STOCK
 from .share_tables import share_growing, share_hogs, share_sweep
@@ -176,6 +177,7 @@ TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
     "share_sweep": share_sweep,
     "share_growing": share_growing,
     "share_hogs": share_hogs,
+    "csa_layer": csa_layer,
     "timeline": timeline,
     "fits": fits,
     "prefill": prefill,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sparse_attn import V4Config
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -39,6 +41,22 @@ class ShareScale:
 
 
 @dataclass(frozen=True)
+class CsaScale:
+    """Of the benchmark of one CSA layer, which needs no model."""
+
+    geometry: V4Config
+    tokens: tuple[int, ...]  # contexts, the last one the whole model's too
+    batches: tuple[int, ...]
+    walks: tuple[float, ...]  # how much of a query is left in the next one
+    shares: tuple[float, ...]  # of missed entries, between all fetched and all computed
+    hot_rows: int  # of a request
+    warm_up_steps: int  # until the hot set has settled
+    steps: int  # of a run
+    runs: int
+    circle: int  # steps after which the walk begins anew
+
+
+@dataclass(frozen=True)
 class Scale:
     """Shapes are in the order in which they are served: each batch finds the prefixes of the one before in the cache."""
 
@@ -67,6 +85,7 @@ class Scale:
     read_bytes: int  # well above the last-level cache
     timeline: Shape
     share: ShareScale
+    csa: CsaScale
 
 
 _MODELS = ("qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v2_lite")
@@ -86,6 +105,18 @@ _SHARE = ShareScale(
     hog=Shape(4, 32768),
     hog_steps=60,
     hog_grow_steps=64,
+)
+_CSA = CsaScale(
+    geometry=V4Config("csa"),
+    tokens=(65536, 262144, 1048576),
+    batches=(1, 8),
+    walks=(0.97, 0.9),
+    shares=(0.5,),
+    hot_rows=2048,
+    warm_up_steps=64,
+    steps=64,
+    runs=7,
+    circle=256,
 )
 
 FULL = Scale(
@@ -114,6 +145,7 @@ FULL = Scale(
     read_bytes=2**31,
     timeline=Shape(4, 16384),
     share=_SHARE,
+    csa=_CSA,
 )
 
 QUICK = replace(
@@ -137,6 +169,7 @@ QUICK = replace(
         hog_steps=48,
         hog_grow_steps=32,
     ),
+    csa=replace(_CSA, tokens=(65536, 1048576), batches=(1,), runs=5),
 )
 
 SMOKE = Scale(
@@ -180,5 +213,17 @@ SMOKE = Scale(
         hog=Shape(2, 2048),
         hog_steps=8,
         hog_grow_steps=4,
+    ),
+    csa=CsaScale(
+        geometry=V4Config("csa", heads=4, head_dim=32, window=8, index_heads=16, index_dim=16, index_topk=16),
+        tokens=(1024, 2048),
+        batches=(1, 2),
+        walks=(0.9,),
+        shares=(0.5,),
+        hot_rows=48,
+        warm_up_steps=3,
+        steps=4,
+        runs=2,
+        circle=12,
     ),
 )

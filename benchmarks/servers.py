@@ -67,7 +67,7 @@ SERVERS = (
     ServerSetting(
         "no_model",
         NONE,
-        ("transfer", "attention", "share_sweep", "share_growing", "share_hogs"),
+        ("transfer", "attention", "share_sweep", "share_growing", "share_hogs", "csa_layer"),
         needs_s=30.0,
     ),
     _stock("stock", ("fits", "prefill")),
@@ -84,6 +84,7 @@ BENCHMARKS = (
     "share_sweep",
     "share_growing",
     "share_hogs",
+    "csa_layer",
     "timeline",
     "fits",
     "prefill",

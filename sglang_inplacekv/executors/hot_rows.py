@@ -6,9 +6,9 @@ selected together, the one that came first). Nothing that this step selects lose
 all addresses are fixed, so a CUDA graph may hold every one.
 
 An entry that the CPU attends may be fetched too, behind the attention ("behind"), for later steps. That is the default: the
-GPU waits for the CPU's answer meanwhile, so it takes no time of its own, and without it the set stays what it is and every step
-misses as much as the first one. Its price is that a step moves both the queries and the entries. Without it, as in sparse_attn's
-Composer, only what is fetched to be attended becomes hot.
+GPU waits for the CPU's answer meanwhile, so it takes no time of its own, and without it the set stays what it is and every
+step misses as much as the first one. Its price is that a step moves both the queries and the entries. Without it, as in
+sparse_attn's Composer, only what is fetched to be attended becomes hot.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _look_up(
     count = tl.sum(miss.to(tl.int32), 0)
     tl.store(missed + request * listed + rank, entry, mask=miss)
     tl.store(places + request * listed + rank, place, mask=miss)
-    tl.store(missed + request * listed + place, tl.full([BLOCK], -1, tl.int32), mask=inside & (place >= count))
+    tl.store(
+        missed + request * listed + place, tl.full([BLOCK], -1, tl.int32), mask=inside & (place >= count)
+    )
     tl.store(counts + request * 3, tl.sum(there.to(tl.int32), 0))
     tl.store(counts + request * 3 + 1, count)
 
@@ -117,7 +119,7 @@ def _make_room(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Give rows to what was missed. `order` [2, batch, capacity] has the slots, least recently selected first, and as it will be."""
+    """Give rows to what was missed. order [2, batch, capacity]: slots, least recently selected first, before and after."""
     request = tl.program_id(0)
     now = tl.load(step + request) + 1
     count = tl.load(counts + request * 3 + 1)
@@ -179,11 +181,10 @@ def _fetch(
     """Copy one missed entry to its row: of those that the CPU attends, or of the others."""
     rank, request = tl.program_id(0), tl.program_id(1)
     for_cpu = tl.load(counts + request * 3 + 2)
+    chosen = (rank >= for_cpu) & (rank < tl.load(counts + request * 3 + 1))
     if COMPUTED:
-        wanted = rank < for_cpu
-    else:
-        wanted = (rank >= for_cpu) & (rank < tl.load(counts + request * 3 + 1))
-    if wanted:
+        chosen = rank < for_cpu
+    if chosen:
         entry = tl.load(missed + request * listed + rank)
         page = tl.load(pages + request * page_count + entry // page_rows)
         source = page.to(tl.int64) * page_rows + entry % page_rows
@@ -197,7 +198,7 @@ class HotRows:
     """Hot sets of `batch` requests, `capacity` rows each, in a pool of rows.
 
     Args:
-        pool: [rows, row], contiguous, of whole 8-byte words a row; rows first_row .. first_row + batch * capacity are the sets'.
+        pool: [rows, row], contiguous, of whole 8-byte words a row; the sets are rows first_row .. + batch * capacity.
         entries: the most entries of a request.
         listed: the most that a step selects, and no more than `capacity`: all of a selection is held at once.
         shares: what the CPU gets of so many missed entries, from cpu_counts.
@@ -321,7 +322,9 @@ class HotRows:
             if listed != len(own) or not torch.equal(
                 self._entry_in[request].cpu()[slots[own.long()].long()], own
             ):
-                raise RuntimeError(f"request {request}: {len(own)} slots are taken, {listed} entries have one")
+                raise RuntimeError(
+                    f"request {request}: {len(own)} slots are taken, {listed} entries have one"
+                )
             order = self._order[int(self._step[request]) % 2, request].sort().values.tolist()
             if order != list(range(self.capacity)):
                 raise RuntimeError(

@@ -54,11 +54,19 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
         raise ValueError("queries, weights and keys must be contiguous")
     scores = torch.empty(batch, entries, device=queries.device)
     _score[(triton.cdiv(entries, _ENTRIES), batch)](
-        queries, weights, keys, scores, entries, HEADS=heads, DIM=dim, BLOCK=_ENTRIES, WIDEN=not queries.is_cuda
+        queries,
+        weights,
+        keys,
+        scores,
+        entries,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK=_ENTRIES,
+        WIDEN=not queries.is_cuda,
     )
     return scores
 
 
-def best_entries(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best of each request, int32 [batch, k], in no order. Of equal scores any goes; nothing waits for the GPU."""
-    return scores.topk(k, -1, sorted=False).indices.int()
+def best_entries(scores: torch.Tensor, out: torch.Tensor) -> None:
+    """Into out int32 [batch, k] the k best of each request, in no order; of equal scores any. Nothing waits for the GPU."""
+    out.copy_(scores.topk(out.shape[1], -1, sorted=False).indices)

@@ -193,6 +193,7 @@ def attend_listed(
     _attend[(tokens, blocks, splits)](
         q, pool, pool.view(torch.bfloat16) if packed else pool, slots, parts, part_lse, heads, listed, split_rows,
         scale * _LOG2_E, WIDTH=width, HEADS=_HEADS, ROWS=_ROWS, CODED=coded, BYTES=row_bytes, WIDEN=not q.is_cuda,
+        num_stages=2 if packed else 3,
     )  # fmt: skip
     if splits > 1:
         columns = min(width, _COLUMNS)

@@ -16,11 +16,12 @@ from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
 from sglang_inplacekv.v4.entries import Located
 from sglang_inplacekv.v4.layout import ENTRIES, WINDOW
+from sglang_inplacekv.v4.listed import attend_list
 from sglang_inplacekv.v4.pool import InplaceV4Pool
 from sglang_inplacekv.v4.requests import LayerStore, Request
 from sglang_inplacekv.v4.spans import attend_spans
 from sparse_attn import LayerInputs, Segment, Selection, SelectorState, V4Selector
-from sparse_attn.attend import State, attend_rows, expand, merge
+from sparse_attn.attend import State, expand, merge
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -144,7 +145,7 @@ class SparseAttention(LayerAttention):
 
     def _attend_rows(self, q: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> State:
         places = torch.from_numpy(slots).to(q.device)
-        return attend_rows(q, self.selector.spaces[ENTRIES], rows, places.unsqueeze(1), self.scale)
+        return attend_list(q, self.selector.spaces[ENTRIES], rows, places, self.scale)
 
     def _wait(self, job: cpu_attn.Job) -> State:
         try:

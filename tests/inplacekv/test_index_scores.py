@@ -39,5 +39,5 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_compiled(shape: tuple[int, int, int, int]) -> None:
     from tests.inplacekv.index_scores_checks import check
 
-    # Products of bf16 are exact and sums fp32: 2**-24 of what is added up, 128 products of order 11 and 64 heads of weight 0.01.
+    # Products of bf16 are exact, sums fp32. A score adds up 64 x 128 of them, of order one and weighted by 0.01.
     check(*shape, "cuda", 1e-5)
