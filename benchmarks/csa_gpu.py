@@ -184,6 +184,11 @@ class GpuLayer:
             found[name], before = after - before, after
         return found
 
+    def close(self) -> None:
+        """Free its graphs and memory now: a stage refers to the layer, and garbage must not be collected during a capture."""
+        self._graphs.clear()
+        self._stages.clear()
+
 
 def captured(calls: Sequence[Callable[[], None]], stream: torch.cuda.Stream, *pool) -> torch.cuda.CUDAGraph:
     """As torch.cuda.graph does, without collecting garbage each time."""

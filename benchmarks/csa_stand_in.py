@@ -117,3 +117,6 @@ class StandIn:
     def stage_us(self) -> dict[str, float]:
         """Nothing: these would be another machine's."""
         return {}
+
+    def close(self) -> None:
+        pass

@@ -97,13 +97,16 @@ class Policies:
     def _measure(self, what: str, share: float | None) -> None:
         csa, own = self._csa, self._own
         layer = _layer(own, self._walk, None if share is None else Policy.split(share), csa.hot_rows)
-        layer.run(csa.warm_up_steps)
-        error, before = _error(layer), layer.counts()
-        runs = [_step_us(layer, csa.steps) for _ in range(csa.runs)]
-        error, after = max(error, _error(layer)), layer.counts()
-        steps, device_bytes, team_s = csa.runs * csa.steps, layer.device_bytes, layer.team_s
+        try:
+            layer.run(csa.warm_up_steps)
+            error, before = _error(layer), layer.counts()
+            runs = [_step_us(layer, csa.steps) for _ in range(csa.runs)]
+            error, after = max(error, _error(layer)), layer.counts()
+            steps, device_bytes, team_s = csa.runs * csa.steps, layer.device_bytes, layer.team_s
+            stages = layer.stage_us() if self._staged else {}
+        finally:
+            layer.close()
         missed, computed = ((getattr(after, n) - getattr(before, n)) / steps for n in ("missed", "computed"))
-        stages = layer.stage_us() if self._staged else {}
         cpu_us = 1e6 * statistics.median(team_s[-steps:]) if team_s else 0.0
         self._found[what] = Measured(Spread.of(runs), stages, missed, computed, cpu_us)
         listed = own.batch * csa.geometry.index_topk
@@ -149,7 +152,7 @@ def predicted_share(fetch: Measured, compute: Measured) -> float | None:
     placed_us = sum(compute.stages[name] for name in ("draw", "select", "place"))
     waited_us = compute.step_us.median - placed_us - fetch.stages["merge"]
     cpu = Line(max(0.0, waited_us - compute.cpu_us), compute.cpu_us / compute.computed)
-    link = Line(fetch.stages["attend"], fetch.stages["fetch"] / fetch.missed)
+    link = Line(fetch.stages["attend"], max(0.0, fetch.stages["fetch"]) / fetch.missed)
     return round(balanced_share(cpu, link, fetch.missed), 2)
 
 

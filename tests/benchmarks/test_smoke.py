@@ -135,29 +135,6 @@ def test_share_cases(tmp_path: Path) -> None:
         assert len(ElementTree.fromstring(path.read_text())) > 20
 
 
-def test_csa_layer(tmp_path: Path) -> None:
-    part = measured("csa_layer", None, "none", tmp_path)
-    csa = SMOKE.csa
-    wanted = [("all on the GPU", None), ("fetch", 0.0), ("compute", 1.0), ("split", 0.5)]
-    cases = [(tokens, batch) for tokens in csa.tokens for batch in csa.batches]
-    assert [(row["tokens"], row["batch"], row["what"], row["share"]) for row in part.rows] == [
-        (*case, *policy) for case in cases for policy in wanted
-    ]
-    for row in part.rows:
-        assert row["error"] < 1e-5, "fp32, whatever the policy"
-        assert row["step_us"].count == csa.runs
-        if row["share"] is not None:
-            listed = row["batch"] * csa.geometry.index_topk
-            assert 0 < row["missed"] < listed
-            assert row["missed"] == pytest.approx((1 - row["hit_rate"]) * listed)
-            assert abs(row["computed"] - row["share"] * row["missed"]) <= row["batch"] / 2
-    # The walk is the policies' own, and all hold what they missed.
-    by_case = [[row["missed"] for row in part.rows[i + 1 : i + 4]] for i in range(0, len(part.rows), 4)]
-    assert all(len(set(missed)) == 1 for missed in by_case)
-    text = report.report([tmp_path])
-    assert "no table" not in text and "KiB to the host" in text
-
-
 def test_without_a_model_torch_keeps_to_one_thread(tmp_path: Path) -> None:
     with torch_threads(2), opened(ServerSetting("no_model", NONE, ()), tmp_path, None, SMOKE):
         assert torch.get_num_threads() == 1
