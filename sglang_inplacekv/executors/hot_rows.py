@@ -143,6 +143,8 @@ def _make_room(
     rank = first + idle_rank
     entry = tl.load(missed + request * listed + rank, mask=taken, other=0)
     former = tl.load(entry_in + base + slot, mask=taken, other=-1)
+    # Which thread reads a slot's entry and which one writes it is the compiler's choice.
+    tl.debug_barrier()
     own_slots = slot_of + request.to(tl.int64) * entries
     tl.store(own_slots + former, tl.full([ROWS], -1, tl.int32), mask=taken & (former >= 0))
     tl.store(own_slots + entry, slot, mask=taken)

@@ -133,9 +133,9 @@ def _join(
     total = tl.sum(tl.exp2(level - anchor), 0)
     sums = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, splits, JOINED):
-        split = first + tl.arange(0, JOINED)
-        real = split < splits
-        state = (token * splits + split) * heads + head
+        joined = first + tl.arange(0, JOINED)
+        real = joined < splits
+        state = (token * splits + joined) * heads + head
         weight = tl.exp2(tl.load(part_lse + state, mask=real, other=-float("inf")) - anchor)
         part = tl.load(
             parts + state.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=real[:, None], other=0.0

@@ -12,7 +12,7 @@ from sglang_inplacekv.executors.row_attention import attend_listed
 # tokens, heads, width, rows listed: parts of tiles and of splits, an exact split, more heads than one program has, more splits
 # than are joined at once
 SHAPES = ((1, 16, 64, 5), (3, 20, 64, 150), (2, 64, 128, 128), (1, 1, 64, 1), (1, 16, 64, 530))
-PACKED_SHAPE = (2, 20, WIDTH, 70)
+PACKED_SHAPE = (2, 20, WIDTH, 40)
 
 
 def check(
