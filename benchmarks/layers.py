@@ -24,10 +24,9 @@ from sglang_inplacekv.planning import ModelKV
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import Planner, Span, StepPlan
 
-from .model import HEAD_DIM, KV_HEADS, Q_HEADS
+from .model import HEAD_DIM, KV_HEADS, PAGE_TOKENS, Q_HEADS
 from .scale import Shape
 
-PAGE_TOKENS = 256
 _CHUNKS = 32
 _WAIT_S = 60.0
 

@@ -12,6 +12,7 @@ LAYERS = 48
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2 * LAYERS  # bf16 K and V of all layers
 CONTEXT_TOKENS = 131072
+PAGE_TOKENS = 256  # on our side
 
 
 def model_folder(out: Path, layers: int | None) -> Path:

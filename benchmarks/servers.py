@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .model import PAGE_TOKENS
+
 STOCK, OURS, NONE = "stock", "ours", "none"
 
 # A GPU budget of 4.2 GB for stock: the least that serves one 32K request.
@@ -59,7 +61,7 @@ def _ours(
         "SGLANG_INPLACEKV_HOST_MEMORY": f"{host_bytes}B",
         "SGLANG_INPLACEKV_CPU_SHARE": share,
     }
-    arguments = _COMMON | {"backend": "inplacekv", "page_size": 256}
+    arguments = _COMMON | {"backend": "inplacekv", "page_size": PAGE_TOKENS}
     return ServerSetting(name, OURS, benchmarks, arguments, env)
 
 
@@ -75,8 +77,14 @@ SERVERS = (
     # No D homes: every page but the open ones is in host memory. Windows and tiles are 1.2 GB.
     _ours("spilled", ("prefill", "timeline", "decode_sweep", "long", "million"), "0tok", HOST_MEMORY_BYTES),
     _stock("stock_small", ("long", "million", "queueing"), max_total_tokens=SMALL_POOL_TOKENS),
-    # D as large as that pool, and every other choice its own.
-    _ours("resident_small", ("queueing",), f"{SMALL_POOL_TOKENS}tok", HOST_MEMORY_BYTES // 2, share="auto"),
+    # D as large as that pool, less what is no whole page, and every other choice its own.
+    _ours(
+        "resident_small",
+        ("queueing",),
+        f"{SMALL_POOL_TOKENS // PAGE_TOKENS * PAGE_TOKENS}tok",
+        HOST_MEMORY_BYTES // 2,
+        share="auto",
+    ),
 )
 BENCHMARKS = (
     "transfer",

@@ -56,8 +56,8 @@ def _drive_tiles(layers: Layers, plan: StepPlan) -> float:
     stream = layers.executor._forward.stream
     for layer in range(layers.shape.layers):
         for _ in stream.tiles:
-            stream.ready(layer)
-            stream.read()
+            stream.ready(layer, torch.cuda.current_stream())
+            stream.read(torch.cuda.current_stream())
     synchronize()
     return time.perf_counter() - begun_s
 

@@ -142,10 +142,13 @@ class Executor(ABC):
         *into: torch.Tensor,
     ) -> cpu_attn.DecodeArguments:
         """What the CPU team is to attend of C."""
+        return cpu_attn.DecodeArguments.check(q, self._computed_kv(layer), table, scale, *into)
+
+    def _computed_kv(self, layer: int) -> cpu_attn.PagedKV | cpu_attn.PagedLatent:
         kv = self._kv[layer]
         if kv is None:
             raise RuntimeError(f"{self._plan.who}, layer {layer}: pages in region C, which has no memory")
-        return cpu_attn.DecodeArguments.check(q, kv, table, scale, *into)
+        return kv
 
     def _collect(self, job: cpu_attn.Job, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:

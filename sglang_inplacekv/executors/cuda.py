@@ -13,7 +13,7 @@ pageable: its bytes land in a pinned bounce buffer and are copied on by the thre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ class _Forward:
     replayed: bool
     planned: bool = False
     padded: bool = False
+    arguments: cpu_attn.DecodeArguments | None = None  # of the CPU's part, but for the layer's KV
     answer: tuple[int, cpu_attn.Job] | None = None  # of the CPU, to be collected, and the layer it is for
     gather: PrefixGather | None = None
     tiles: list[PagedCall] = field(default_factory=list)
@@ -181,28 +182,35 @@ class CudaExecutor(Executor):
         self._plan_once(q, scale)
         rows, table = forward.plan.tokens, forward.table
         q, arguments = q[:rows], None
+        # Asked once: it takes torch longer than what is then queued there takes.
+        current = torch.cuda.current_stream()
         if table is not None:
-            into = [part[:rows] for part in hand.to_compute(forward.rows)]
-            arguments = self._computed_arguments(layer, hand.send(q), table, scale, *into)
+            sent = hand.send(q, current)
+            if forward.arguments is None:
+                into = [part[:rows] for part in hand.to_compute(forward.rows)]
+                forward.arguments = self._computed_arguments(layer, sent, table, scale, *into)
+            arguments = replace(forward.arguments, kv=self._computed_kv(layer), scale=scale)
         if forward.in_place:
             self._in_place.run(
                 q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
             )
         elif forward.tiles:
-            self._attend_tiles(layer, q, hand.transferred(rows))
+            self._attend_tiles(layer, q, hand.transferred(rows), current)
         if forward.tiles:
-            forward.stream.read()
+            forward.stream.read(current)
         if arguments is not None:
-            self._compute(layer, hand, arguments)
+            self._compute(layer, hand, arguments, current)
 
-    def _compute(self, layer: int, hand: HandOver, arguments: cpu_attn.DecodeArguments) -> None:
+    def _compute(
+        self, layer: int, hand: HandOver, arguments: cpu_attn.DecodeArguments, current: torch.cuda.Stream
+    ) -> None:
         """Let the CPU attend C for this layer, and the GPU wait for it.
 
         The host returns before the CPU has answered, and queues the next layer meanwhile. That layer's q comes after the
         answer, so there the answer is collected first; the last layer's is collected at once.
         """
         forward = self._forward
-        signal = hand.expect_answer()
+        signal = hand.expect_answer(current)
         try:
             self._collect_answer()
             hand.await_q()
@@ -223,16 +231,16 @@ class CudaExecutor(Executor):
             (layer, job), forward.answer = forward.answer, None
             self._collect(job, layer)
 
-    def _attend_tiles(self, layer: int, q: torch.Tensor, into: State) -> None:
+    def _attend_tiles(self, layer: int, q: torch.Tensor, into: State, current: torch.cuda.Stream) -> None:
         """Attend every P tile of this layer; the last one's buffer is still to be given back."""
         if len(self._forward.tiles) == 1:
-            self._forward.tiles[0].run(q, self._next_tile(layer, 0), into)
+            self._forward.tiles[0].run(q, self._next_tile(layer, 0, current), into)
             return
         parts: list[State] = []
         for index, attention in enumerate(self._forward.tiles):
             if index:
-                self._forward.stream.read()
-            parts = fold([*parts, attention.run(q, self._next_tile(layer, index))])
+                self._forward.stream.read(current)
+            parts = fold([*parts, attention.run(q, self._next_tile(layer, index, current))])
         merge(into[0], parts, into[1])
 
     def decode_merge(self, state: State, out: torch.Tensor) -> None:
@@ -290,9 +298,10 @@ class CudaExecutor(Executor):
         parts = [self._chunk.run(q, k.contiguous(), v.contiguous())]
         if not self._device.empty:
             parts.append(self._device.run(q, self._device_pages(layer)))
+        current = torch.cuda.current_stream()
         for index, attention in enumerate(self._forward.tiles):
-            parts = fold([*parts, attention.run(q, self._next_tile(layer, index))])
-            self._forward.stream.read()
+            parts = fold([*parts, attention.run(q, self._next_tile(layer, index, current))])
+            self._forward.stream.read(current)
         merge(out, parts)
 
     def read_prefix(self, layer: int) -> torch.Tensor:
@@ -305,9 +314,10 @@ class CudaExecutor(Executor):
             forward.gather = PrefixGather(forward.plan, forward.stream.tiles, shape.page_size, to_gpu)
         rows = torch.empty(forward.gather.tokens, shape.head_dim, dtype=shape.dtype, device="cuda")
         forward.gather.from_device(rows, self.regions.device_kv[layer, 0, :, 0])
+        current = torch.cuda.current_stream()
         for index in range(len(forward.stream.tiles)):
-            forward.gather.from_tile(rows, index, self._next_tile(layer, index))
-            forward.stream.read()
+            forward.gather.from_tile(rows, index, self._next_tile(layer, index, current))
+            forward.stream.read(current)
         return rows
 
     def _plan_once(self, q: torch.Tensor, scale: float) -> None:
@@ -389,11 +399,11 @@ class CudaExecutor(Executor):
         """K and V [pages, G, kv_heads, head_dim] as this model's PagedCall takes them: a latent row is its K."""
         return kv if self.regions.shape.value_dim is None else kv[0][:, :, 0]
 
-    def _next_tile(self, layer: int, index: int) -> torch.Tensor:
+    def _next_tile(self, layer: int, index: int, current: torch.cuda.Stream) -> torch.Tensor:
         """Tile `index` of this layer as FlashInfer takes it, valid for what the current stream does from now on."""
         shape, size = self.regions.shape, self.regions.sizes.page_size
         computed = self._forward.stream.tiles[index].role == ROLE_COMPUTE
-        buffer = self._forward.stream.ready(layer)
+        buffer = self._forward.stream.ready(layer, current)
         if shape.value_dim is not None:
             return buffer.view(-1, size, shape.head_dim)
         inner = (shape.kv_heads, size) if computed else (size, shape.kv_heads)

@@ -111,26 +111,25 @@ class CudaTileStream:
         self._taken.append(_EVENTS.take())
         return self._taken[-1]
 
-    def ready(self, layer: int) -> torch.Tensor:
+    def ready(self, layer: int, current: torch.cuda.Stream) -> torch.Tensor:
         """The next tile's buffer, [tile_pages, parts, block], valid for what the current stream does from now on."""
         index = self._next
         if index // len(self.tiles) != layer:
             raise RuntimeError(f"layer {layer} asks for tile {index} of {len(self.tiles)} a layer")
         if self._queued:
             self._issued[index].wait(self._regions.config.wait_timeout_s, f"{self._who}, layer {layer},")
-        current = torch.cuda.current_stream()
         if self._timed:
             self._wanted.append(self._event())
             self._wanted[-1].record(current)
         current.wait_event(self._copied[index])
         return self._buffers[index % 2]
 
-    def read(self) -> None:
+    def read(self, current: torch.cuda.Stream) -> None:
         """The current stream has been given all that reads the tile of the last `ready`."""
         self._next += 1
         if len(self._copied) < self._total:
             reader = self._event()
-            reader.record()
+            reader.record(current)
             self._submit(reader)
 
     def _submit(self, after: torch.cuda.Event) -> None:

@@ -34,22 +34,22 @@ class HandOver:
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._answers = 0
 
-    def send(self, q: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of q and return where it comes to, in pinned memory."""
+    def send(self, q: torch.Tensor, current: torch.cuda.Stream) -> torch.Tensor:
+        """Queue the copy of q on the current stream and return where it comes to, in pinned memory."""
         target = self._q[: len(q)]
         target.copy_(q, non_blocking=True)
-        self._sent.record()
+        self._sent.record(current)
         return target
 
     def await_q(self) -> None:
         """Wait until the q that was sent has arrived."""
         self._sent.synchronize()
 
-    def expect_answer(self) -> Signal:
+    def expect_answer(self, current: torch.cuda.Stream) -> Signal:
         """Make the current stream wait for a job that is given this signal, or for `give_up`. One of them has to come."""
         self._answers += 1
         value = (self._answers + 2**31) % 2**32 - 2**31
-        wait_for_value(torch.cuda.current_stream(), self._flag, value)
+        wait_for_value(current, self._flag, value)
         return Signal(self._flag, value)
 
     def give_up(self, signal: Signal) -> None:

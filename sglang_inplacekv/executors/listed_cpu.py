@@ -69,7 +69,7 @@ class ListedCpu:
     def send(self, q: torch.Tensor, entries: torch.Tensor) -> None:
         """q [batch, heads, width]; entries int32 [batch, listed], none twice, -1 for none."""
         self._lists.view(entries.shape).copy_(entries, non_blocking=True)
-        target = self._hand.send(q)
+        target = self._hand.send(q, torch.cuda.current_stream())
         if self._arguments is None:
             into: Sequence[torch.Tensor] = self._hand.to_compute(len(q))
             self._arguments = cpu_attn.DecodeArguments.check(
@@ -78,7 +78,7 @@ class ListedCpu:
 
     def begin(self) -> None:
         assert self._arguments is not None, "nothing was sent"
-        signal = self._hand.expect_answer()
+        signal = self._hand.expect_answer(torch.cuda.current_stream())
         try:
             # The answer before is as good as there; whether it failed is still to be asked.
             self.finish()

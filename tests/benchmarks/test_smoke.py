@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import cases, gpu, plots, report
+from benchmarks.model import PAGE_TOKENS
 from benchmarks.plot_timeline import middle
 from benchmarks.prompts import Streams
 from benchmarks.results import Budget, Part, read_parts, rows_of
@@ -281,3 +282,10 @@ def test_every_benchmark_has_a_case_a_table_and_a_server() -> None:
     folder = Path(cases.__file__).parent
     assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(BENCHMARKS) == set(report.TABLES)
     assert {name for setting in SERVERS for name in setting.benchmarks} == set(BENCHMARKS)
+
+
+def test_budgets_of_ours_are_whole_pages() -> None:
+    """What else the start refuses."""
+    budgets = [setting.env["SGLANG_INPLACEKV_GPU_MEMORY"] for setting in SERVERS if setting.side == OURS]
+    tokens = [int(budget.removesuffix("tok")) for budget in budgets if budget != "auto"]
+    assert tokens and all(count % PAGE_TOKENS == 0 for count in tokens)

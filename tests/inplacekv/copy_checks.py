@@ -98,8 +98,8 @@ def tile_stream(b: Bench, is_decode: bool, timed: bool = True) -> tuple[CudaTile
 def read_all(stream: CudaTileStream) -> None:
     for layer in range(SHAPE.layers):
         for _ in stream.tiles:
-            stream.ready(layer)
-            stream.read()
+            stream.ready(layer, torch.cuda.current_stream())
+            stream.read(torch.cuda.current_stream())
 
 
 def check_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
@@ -108,11 +108,11 @@ def check_tiles(b: Bench, is_decode: bool, timed: bool) -> None:
     assert len(stream.tiles) == (2 if is_decode else 4)
     for layer in range(SHAPE.layers):
         for own_tile in stream.tiles:
-            buffer = stream.ready(layer)
+            buffer = stream.ready(layer, torch.cuda.current_stream())
             got = buffer[: len(own_tile.pages)].clone().cpu()
             wanted = [b.regions.arena.page_bytes_view(page)[layer] for page in own_tile.pages]
             assert torch.equal(got, torch.stack(wanted))
-            stream.read()
+            stream.read(torch.cuda.current_stream())
     b.stream.synchronize()
     assert stream.finished
     timings = stream.timings()
