@@ -30,19 +30,19 @@ class Step:
 class Decoder(ABC):
     """What is decoded, and who decides the share. `fixed_s` is what handing a layer to the CPU costs."""
 
-    def __init__(self, scope: WriteScope, fixed_s: float) -> None:
-        self.scope, self._fixed_s = scope, fixed_s
+    def __init__(self, scope: WriteScope, fixed_s: float, layers: int) -> None:
+        self.scope, self._fixed_s, self._layers = scope, fixed_s, layers
         self.control: ShareController | None = None
 
     def auto(self, start: float = AUTO_START_SHARE) -> None:
         """From now on as `--inplacekv-cpu-share auto`, knowing nothing yet."""
         self._take_costs()
         self.control = ShareController(start, self._fixed_s)
-        self.scope.target_share, self.scope.steals = start, True
+        self.scope.target_share, self.scope.steals, self.scope.step_share = start, True, None
 
     def fixed(self, share: float, *, steals: bool) -> None:
         """From now on this share: of every step, or, unless it `steals`, of where new pages go."""
-        self.control = None
+        self.control, self.scope.step_share = None, None
         self.scope.target_share, self.scope.steals = share, steals
 
     def step(self) -> Step:
@@ -50,9 +50,13 @@ class Decoder(ABC):
         if self.control is not None:
             self.control.observe(self._take_costs())
             self.scope.target_share = self.control.share(self._host_tokens())
+            self.scope.step_share = self.control.ends.share
         computed, stolen, streamed = self._attend()
         seconds, tokens = self._now_s() - begun_s, computed + stolen + streamed
-        return Step(seconds, self.scope.target_share, (computed + stolen) / tokens, computed / tokens, tokens)
+        share = (computed + stolen) / tokens
+        if self.control is not None:
+            self.control.ends.note(share, tokens, seconds / self._layers)
+        return Step(seconds, self.scope.target_share, share, computed / tokens, tokens)
 
     def steps(self, count: int) -> list[Step]:
         return [self.step() for _ in range(count)]
@@ -95,8 +99,8 @@ class ScopeDecoder(Decoder):
     """Over the scope's counts of pages alone, which it sees as one request, by a clock of its own."""
 
     def __init__(self, layers: int, fixed_s: float) -> None:
-        super().__init__(WriteScope(0.0), fixed_s)
-        self._layers, self._costs, self._clock_s = layers, Costs(), 0.0
+        super().__init__(WriteScope(0.0), fixed_s, layers)
+        self._costs, self._clock_s = Costs(), 0.0
 
     def place(self, shape: Shape) -> None:
         self.scope.compute_pages = self.scope.transfer_pages = 0
@@ -150,7 +154,8 @@ class LayersDecoder(Decoder):
     """Over Layers, with the same inputs in every step."""
 
     def __init__(self, layers: Layers) -> None:
-        super().__init__(layers.regions.scope, cpu_attn.hand_over_seconds(layers.team))
+        scope, fixed_s = layers.regions.scope, cpu_attn.hand_over_seconds(layers.team)
+        super().__init__(scope, fixed_s, layers.shape.layers)
         self.layers = layers
         self._spans: list[Span] = []
         self._inputs: tuple[torch.Tensor, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from sglang_inplacekv.end_trials import EndTrials
 from sglang_inplacekv.roofline import Line, balanced_share
 
 HALF_LIFE_STEPS = 8
@@ -81,6 +82,7 @@ class ShareController:
         self._predicted: tuple[Line | None, Line | None] = predicted or (None, None)
         self._cpu, self._fixed, self._transfer = MovingAverage(), MovingAverage(), MovingAverage()
         self._idle_steps = [0, 0]  # of CPU and transfer, while the other side worked
+        self.ends = EndTrials()
 
     def observe(self, costs: Costs) -> None:
         """Costs of neither side tell nothing: they come with every prefill, and before the GPU's are known."""

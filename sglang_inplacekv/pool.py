@@ -50,6 +50,7 @@ class RegionPool(KVCache):
         self.device_only = False
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
+        self._decode_began_s: float | None = None  # of a decode that was the last forward
         self.gate = self._make_gate(regions.config.admission)
         self.metrics = StepMetrics(regions, control, self.gate, trace)
         page_tokens = regions.sizes.page_tokens
@@ -88,11 +89,22 @@ class RegionPool(KVCache):
         self._device_steps.interrupt()
         began_s = self._end_step()
         if is_decode and self._control is not None:
+            self._note_step(self._control, began_s)
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
+            self.regions.scope.step_share = self._control.ends.share
         self.plan = self.planner.build(spans, is_decode)
+        self._decode_began_s = began_s if is_decode else None
         self._start(self.plan, graph_rows)
         self.metrics.observe(self.plan, began_s)
         return self.plan
+
+    def _note_step(self, control: ShareController, now_s: float) -> None:
+        """A decode begins. If the forward before was one too, this is how long it took."""
+        if self._decode_began_s is None or self.plan is None:
+            return
+        computed, tokens = self.plan.cpu_tokens, self.plan.cpu_tokens + self.plan.transfer_tokens
+        if tokens:
+            control.ends.note(computed / tokens, tokens, (now_s - self._decode_began_s) / self.layer_num)
 
     def _start(self, plan: StepPlan, graph_rows: int | None) -> None:
         self.executor.begin_forward(plan, graph_rows)
@@ -116,7 +128,7 @@ class RegionPool(KVCache):
 
     def begin_device_forward(self, spans: list[Span], is_decode: bool) -> None:
         """A forward over `spans`, all homed in D, that SGLang's own backend runs."""
-        self.device_only, self.plan = True, None
+        self.device_only, self.plan, self._decode_began_s = True, None, None
         began_s = self._end_step()
         if is_decode:
             self._device_steps.begin(began_s)

@@ -21,6 +21,7 @@ class WriteScope:
 
     target_share: float  # of the host tokens that a decode reads, for the CPU
     steals: bool = False  # else placement alone brings the share about
+    step_share: float | None = None  # what the next step should attend instead of the target, by stealing
     compute_pages: int = 0
     transfer_pages: int = 0
     fallback_pages: int = 0  # pages that got the other role because the wanted one had no room
@@ -45,5 +46,6 @@ class WriteScope:
         """How many T pages of a decode that reads so many of each the CPU shall attend."""
         if not self.steals:
             return 0
-        wanted = int(self.target_share * (compute_pages + transfer_pages) + 0.5) - compute_pages
+        share = self.target_share if self.step_share is None else self.step_share
+        wanted = int(share * (compute_pages + transfer_pages) + 0.5) - compute_pages
         return min(max(wanted, 0), transfer_pages)

@@ -1,0 +1,86 @@
+"""Short layers end on the side that is fastest, whatever bounds them; long ones are left to the lines."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from sglang_inplacekv.end_trials import EndTrials
+from sglang_inplacekv.write_scope import WriteScope
+
+TOKENS = 2048
+SHORT_S, LONG_S = 0.4e-3, 2e-3
+
+
+def run(
+    trials: EndTrials,
+    layer_s: Callable[[float], float],
+    steps: int,
+    lines: float = 0.5,
+    tokens: int = TOKENS,
+    floor: float = 0.0,
+) -> list[float]:
+    """Shares of the steps. No share is possible below `floor`."""
+    shares = []
+    for _ in range(steps):
+        share = max(lines if trials.share is None else trials.share, floor)
+        trials.note(share, tokens, layer_s(share))
+        shares.append(share)
+    return shares
+
+
+def fastest_at(best: float, seconds: float = SHORT_S, gain: float = 0.2) -> Callable[[float], float]:
+    return lambda share: seconds * (1 - gain if share == best else 1.0)
+
+
+@pytest.mark.parametrize("best", [0.0, 1.0])
+@pytest.mark.parametrize("lines", [0.0, 0.3, 1.0])
+def test_the_faster_end_is_found_and_held(best: float, lines: float) -> None:
+    shares = run(EndTrials(), fastest_at(best), 400, lines)
+    assert statistics.median(shares[40:]) == best
+    assert sum(share != best for share in shares[40:]) < 40, "others are tried again, the less the longer"
+
+
+def test_what_the_lines_ask_for_stays_where_no_end_is_faster() -> None:
+    noise = random.Random(0)
+    shares = run(EndTrials(), lambda share: SHORT_S * noise.uniform(0.985, 1.015), 3000)
+    assert shares[-1] == 0.5
+    assert sum(share != 0.5 for share in shares) < 60
+
+
+def test_a_long_layer_is_not_tried() -> None:
+    assert set(run(EndTrials(), fastest_at(1.0, LONG_S), 500)) == {0.5}
+
+
+def test_an_end_is_left_when_it_is_no_longer_faster_or_the_layer_no_longer_short() -> None:
+    trials = EndTrials()
+    assert run(trials, fastest_at(1.0), 60)[-1] == 1.0
+    assert run(trials, lambda share: SHORT_S * (1 + share), 60)[-1] < 1.0
+    trials = EndTrials()
+    run(trials, fastest_at(1.0), 60)
+    assert run(trials, lambda share: LONG_S, 20, tokens=16 * TOKENS)[-1] == 0.5
+
+
+def test_an_end_below_what_lies_in_c_is_given_up_at_once() -> None:
+    shares = run(EndTrials(), fastest_at(0.4, gain=0.5), 200, floor=0.4)
+    tried = [share for share in shares if share == 0.4]
+    assert 0 < len(tried) < 10 and shares[-1] == 0.5
+
+
+def test_steps_of_other_lengths_are_not_compared() -> None:
+    """A batch that halves is not a better share."""
+    trials = EndTrials()
+    run(trials, fastest_at(-1.0), 8)
+    assert trials.share == 1.0
+    assert run(trials, fastest_at(-1.0, SHORT_S / 2), 3, tokens=TOKENS // 2) == [1.0, 0.5, 0.5]
+
+
+def test_pages_go_where_the_lines_want_them_meanwhile() -> None:
+    scope = WriteScope(0.5, steals=True, step_share=1.0)
+    assert scope.wanted_compute(100) == 40
+    assert scope.wanted_stolen(40, 60) == 60
+    scope.step_share = 0.0
+    assert scope.wanted_compute(100) == 40 and scope.wanted_stolen(40, 60) == 0
