@@ -10,7 +10,6 @@ import torch
 
 import cpu_attn
 from sglang_inplacekv.feedback import Costs, ShareController
-from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.step_plan import Span
 from sglang_inplacekv.write_scope import AUTO_START_SHARE, WriteScope
 
@@ -36,9 +35,13 @@ class Decoder(ABC):
 
     def auto(self, start: float = AUTO_START_SHARE) -> None:
         """From now on as `--inplacekv-cpu-share auto`, knowing nothing yet."""
+        self.scope.target_share, self.scope.step_share = start, None
+        self.follow(ShareController(start, self._fixed_s))
+
+    def follow(self, control: ShareController) -> None:
+        """From now on as `control` wants, with what it has measured."""
         self._take_costs()
-        self.control = ShareController(start, self._fixed_s)
-        self.scope.target_share, self.scope.steals, self.scope.step_share = start, True, None
+        self.control, self.scope.steals = control, True
 
     def fixed(self, share: float, *, steals: bool) -> None:
         """From now on this share: of every step, or, unless it `steals`, of where new pages go."""
@@ -60,11 +63,6 @@ class Decoder(ABC):
 
     def steps(self, count: int) -> list[Step]:
         return [self.step() for _ in range(count)]
-
-    @property
-    def lines(self) -> tuple[Line | None, Line | None]:
-        """What the controller has measured, of the CPU and of the link."""
-        return (self.control.cpu, self.control.transfer) if self.control else (None, None)
 
     @property
     def out(self) -> torch.Tensor | None:

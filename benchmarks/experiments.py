@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from sglang_inplacekv.feedback import ShareController
+
 from .decoder import Decoder, Step
 from .scale import Shape
 from .stats import Spread
@@ -35,14 +37,36 @@ def distinct(shares: Iterable[float], pages: int) -> list[float]:
     return [count / pages for count in sorted(whole)]
 
 
-def sweep(decoder: Decoder, shares: Sequence[float], rounds: int, steps: int) -> dict[float, list[Step]]:
-    """Steps at each share, by stealing. In rounds, there and back, so that no share has the better part of the host."""
+def sweep(
+    decoder: Decoder,
+    shares: Sequence[float],
+    control: ShareController,
+    rounds: int,
+    steps: int,
+    least_s: float = 0.0,
+) -> tuple[dict[float, list[Step]], list[Step]]:
+    """Steps at each share, by stealing, and as `control` wants. Of each so many, and for `least_s`, a round.
+
+    In rounds, there and back, so that none has the better part of the host.
+    """
     found: dict[float, list[Step]] = {share: [] for share in shares}
+    controlled: list[Step] = []
+    arms = [*found.items(), (None, controlled)]
     for turn in range(rounds):
-        for share in shares if turn % 2 == 0 else reversed(shares):
-            decoder.fixed(share, steals=True)
-            # The first step at a share plans anew.
-            found[share] += decoder.steps(1 + steps)[1:]
+        for share, own in arms if turn % 2 == 0 else reversed(arms):
+            if share is None:
+                decoder.follow(control)
+            else:
+                decoder.fixed(share, steals=True)
+            decoder.step()  # plans anew
+            own += _steps_for(decoder, steps, least_s)
+    return found, controlled
+
+
+def _steps_for(decoder: Decoder, count: int, least_s: float) -> list[Step]:
+    found = decoder.steps(count)
+    while sum(step.seconds for step in found) < least_s:
+        found.append(decoder.step())
     return found
 
 

@@ -28,7 +28,7 @@ def _sweep_svg(model: str, controlled: list[dict], rows: list[dict]) -> str:
     entries = []
     for colour, row in zip(COLOURS, controlled):
         points = points_of(rows, row["case"])
-        verdict = Verdict.of(row["auto_share"], points)
+        verdict = Verdict.of(row["auto_share"], points, row["auto_ms"].median)
         over = [(share, ms / verdict.best_ms) for share, ms in points]
         chart.curve([point for point in over if point[1] <= _MOST_OVER], colour)
         at = min(verdict.over_best, _MOST_OVER)

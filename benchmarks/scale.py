@@ -30,7 +30,8 @@ class ShareScale:
     grid: tuple[float, ...]
     near: tuple[float, ...]  # further shares, from where the controller arrived
     rounds: int
-    round_steps: int
+    round_steps: int  # at least, and
+    round_s: float  # for so long
     growing_tokens: tuple[int, int]
     growing_pages: int  # from one step to the next
     growing_shares: tuple[float, ...]
@@ -98,6 +99,7 @@ _SHARE = ShareScale(
     near=(-0.06, -0.04, -0.02, 0.0, 0.02, 0.04, 0.06),
     rounds=3,
     round_steps=3,
+    round_s=0.2,
     growing_tokens=(2048, 65536),
     growing_pages=1,
     growing_shares=(0.2, 0.3, 0.4, 0.45, 0.5, 0.6),
@@ -162,7 +164,8 @@ QUICK = replace(
         shapes=(Shape(1, 2048), Shape(1, 32768), Shape(1, 131072)),
         grid=(0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0),
         near=(-0.04, -0.02, 0.0, 0.02, 0.04),
-        rounds=2,
+        rounds=3,
+        round_s=0.1,
         growing_pages=2,
         growing_shares=(0.3, 0.4, 0.5, 0.6),
         growing_rounds=2,
@@ -206,6 +209,7 @@ SMOKE = Scale(
         near=(-0.1, 0.0),
         rounds=1,
         round_steps=2,
+        round_s=0.0,
         growing_tokens=(512, 2048),
         growing_pages=2,
         growing_shares=(0.0, 0.5),

@@ -22,12 +22,12 @@ class Verdict:
     ms: float
 
     @classmethod
-    def of(cls, share: float, points: Sequence[tuple[float, float]]) -> Verdict:
-        """points: (share, ms). `share` has the time of the nearest one measured."""
+    def of(cls, share: float, points: Sequence[tuple[float, float]], own_ms: float | None = None) -> Verdict:
+        """points: (share, ms). Where `share` has no time of its own, it has that of the nearest one measured."""
         best_share, best_ms = min(points, key=lambda point: point[1])
         good = [at for at, ms in points if ms <= GOOD * best_ms]
         _, ms = min(points, key=lambda point: abs(point[0] - share))
-        return cls(best_share, best_ms, (min(good), max(good)), share, ms)
+        return cls(best_share, best_ms, (min(good), max(good)), share, ms if own_ms is None else own_ms)
 
     @property
     def over_best(self) -> float:
@@ -49,7 +49,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
     shares, plans = [], []
     for row in (row for row in rows if row["what"] == "controlled"):
         points = points_of(rows, row["case"])
-        auto, plan = (Verdict.of(row[name], points) for name in ("auto_share", "predicted_share"))
+        auto = Verdict.of(row["auto_share"], points, row["auto_ms"].median)
+        plan = Verdict.of(row["predicted_share"], points)
         low, high = auto.good_shares
         shares.append(
             (

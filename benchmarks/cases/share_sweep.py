@@ -17,7 +17,7 @@ from sglang_inplacekv.probes import measure_rates
 from sglang_inplacekv.roofline import Line
 
 from ..decoder import Decoder, LayersDecoder
-from ..experiments import distinct, settle, step_ms, sweep
+from ..experiments import distinct, settle, settled, step_ms, sweep
 from ..layers import PAGE_TOKENS, Layers
 from ..scale import Shape
 
@@ -94,10 +94,12 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
     )
     decoder.fixed(0.0, steals=False)
     decoder.place(shape)
-    auto = settle(decoder, scale.settle_steps)
-    lines = dict(zip(("cpu", "link"), decoder.lines, strict=True))
+    auto, control = settle(decoder, scale.settle_steps), decoder.control
+    assert control is not None
     asked = (*scale.grid, *(auto + offset for offset in scale.near), predicted.share)
-    found = sweep(decoder, distinct(asked, pages), scale.rounds, scale.round_steps)
+    shares = distinct(asked, pages)
+    found, controlled = sweep(decoder, shares, control, scale.rounds, scale.round_steps, scale.round_s)
+    auto, lines = settled(controlled), {"cpu": control.cpu, "link": control.transfer}
     for share, steps in found.items():
         part.row(
             what="sweep",
@@ -115,6 +117,7 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         what="controlled",
         case=case,
         auto_share=auto,
+        auto_ms=step_ms(controlled),
         predicted_share=distinct([predicted.share], pages)[0],
         predicted_ms=1e3 * predicted.step_s,
         placed_ms=step_ms(placed),

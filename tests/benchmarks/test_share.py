@@ -65,8 +65,10 @@ def test_a_sweep_takes_each_share_and_its_best_is_where_the_controller_arrives()
     decoder.place(shape)
     auto = settle(decoder, 40)
     shares = distinct([i / 50 for i in range(51)], shape.batch * shape.context // PAGE)
-    found = sweep(decoder, shares, rounds=2, steps=3)
-    assert [len(steps) for steps in found.values()] == [6] * 51
+    control = decoder.control
+    found, controlled = sweep(decoder, shares, control, rounds=2, steps=3)
+    assert [len(steps) for steps in (*found.values(), controlled)] == [6] * 52
+    assert {step.share for step in controlled} == {auto} and decoder.control is not control
     assert all(step.share == share and step.floor == 0 for share, steps in found.items() for step in steps)
     verdict = Verdict.of(auto, [(share, steps[0].seconds) for share, steps in found.items()])
     assert verdict.is_good and abs(verdict.best_share - decoder.best()) < 0.02
