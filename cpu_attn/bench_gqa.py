@@ -22,7 +22,7 @@ from cpu_attn.paged import PagedKV
 LENGTHS = (2048, 8192, 32768, 65536)
 BATCHES = (1, 4)
 LAYOUTS = ("head-major", "token-major")
-OTHERS_SPIN_S = 0.02  # threads of torch and ggml spin for a while when they are done, on our team's cores
+ALL_ASLEEP_S = 0.02  # our team, torch's threads and ggml's spin for a while when they are done, on the same cores
 
 # Written before measuring. Share of the read probe from 8K tokens on, by query heads per KV head:
 # FLOP per byte grows with the group, so a narrow vector unit runs out before memory does.
@@ -77,10 +77,14 @@ def measure(
     out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     samples = Samples()
     for turn in range(-1, arguments.rounds):
-        sdpa_s = [] if arguments.no_sdpa else [time_sdpa(case, buffers[turn % sets], q)]
-        ggml_s = [] if ggml is None else [time_ggml(case, buffers[turn % sets], q, ggml)]
-        if sdpa_s or ggml_s:
-            time.sleep(OTHERS_SPIN_S)
+        sdpa_s, ggml_s = [], []
+        if not arguments.no_sdpa:
+            time.sleep(ALL_ASLEEP_S)
+            sdpa_s.append(time_sdpa(case, buffers[turn % sets], q))
+        if ggml is not None:
+            time.sleep(ALL_ASLEEP_S)
+            ggml_s.append(time_ggml(case, buffers[turn % sets], q, ggml))
+        time.sleep(ALL_ASLEEP_S)
         read = executor.submit_read(probe)
         read.wait(WAIT_S)
         kv = layers[turn % sets]
