@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from cpu_attn.bench_ggml import GgmlAttention
-from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, page_table, random_sets, spread
+from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, decodes, in_a_row, page_table, random_sets, spread
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedKV
 
 LENGTHS = (2048, 8192, 32768, 65536)
 BATCHES = (1, 4)
 LAYOUTS = ("head-major", "token-major")
-ALL_ASLEEP_S = 0.02  # our team, torch's threads and ggml's spin for a while when they are done, on the same cores
+ALL_ASLEEP_S = (
+    0.02  # threads of ours, torch's and ggml's spin for a while when they are done, on the same cores
+)
 
 # Written before measuring. Share of the read probe from 8K tokens on, by query heads per KV head:
 # FLOP per byte grows with the group, so a narrow vector unit runs out before memory does.
@@ -67,31 +69,29 @@ class Samples:
 def measure(
     case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace, ggml: GgmlAttention | None
 ) -> Samples:
-    """Time `rounds` decodes, each over the next KV set, each beside a probe and an SDPA call."""
+    """Time `rounds` rounds of decodes, each over the next KV set, beside a probe and SDPA calls over the same sets."""
     model = case.model
     buffers = random_sets(case.kv_bytes, executor)
     sets = len(buffers)
     layers = [as_pages(buffer, case) for buffer in buffers]
     table = page_table(case.batch, case.tokens, case.page_size)
     q = torch.randn(case.batch, model.q_heads, model.head_dim).bfloat16()
-    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    decode = decodes(executor, q, layers, table)
     samples = Samples()
     for turn in range(-1, arguments.rounds):
         sdpa_s, ggml_s = [], []
         if not arguments.no_sdpa:
             time.sleep(ALL_ASLEEP_S)
-            sdpa_s.append(time_sdpa(case, buffers[turn % sets], q))
+            sdpa_s.append(in_a_row(lambda i: time_sdpa(case, buffers[i % sets], q), turn))
         if ggml is not None:
             time.sleep(ALL_ASLEEP_S)
-            ggml_s.append(time_ggml(case, buffers[turn % sets], q, ggml))
+            ggml_s.append(in_a_row(lambda i: time_ggml(case, buffers[i % sets], q, ggml), turn))
         time.sleep(ALL_ASLEEP_S)
         read = executor.submit_read(probe)
         read.wait(WAIT_S)
-        kv = layers[turn % sets]
-        job = executor.submit_paged_decode(q, kv, table, model.head_dim**-0.5, out=out, lse=lse)
-        job.wait(WAIT_S)
+        kernel_s = in_a_row(decode, turn)
         if turn >= 0:  # the first is a warm-up
-            samples.kernel_s.append(job.seconds)
+            samples.kernel_s.append(kernel_s)
             samples.probe_s.append(read.seconds)
             samples.sdpa_s += sdpa_s
             samples.ggml_s += ggml_s

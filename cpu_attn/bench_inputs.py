@@ -2,18 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cpu_attn.decode import DecodeArguments
 from cpu_attn.executor import Executor
-from cpu_attn.paged import PagedKV, PageTable
+from cpu_attn.paged import PagedKV, PagedLatent, PageTable
 from cpu_attn.probe import huge_buffer
 
 WAIT_S = 120.0
 COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
+IN_A_ROW = 4
 RANDOM_BYTES = 4 << 20  # over and over: drawing them takes longer than writing them
 
 
@@ -40,6 +42,28 @@ class Model:
 
 
 MODELS = (Model("Qwen3-30B-A3B", 32, 4, 128), Model("Mixtral-8x7B", 32, 8, 128))
+
+
+def in_a_row(call: Callable[[int], float], turn: int) -> float:
+    """Median seconds of a few calls one after the other, as the layers of a model come; call(i) is over KV set i.
+
+    The first does not count: it finds caches and page tables full of what was measured before.
+    """
+    return statistics.median([call(turn * IN_A_ROW + i) for i in range(IN_A_ROW)][1:])
+
+
+def decodes(
+    team: Executor, q: Tensor, layers: Sequence[PagedKV | PagedLatent], table: PageTable
+) -> Callable[[int], float]:
+    """call(i): seconds of a decode by `team` over the KV of layers[i], round and round."""
+    arguments = [DecodeArguments.check(q, kv, table, q.shape[-1] ** -0.5) for kv in layers]
+
+    def decode(index: int) -> float:
+        job = team.submit_arguments(arguments[index % len(arguments)])
+        job.wait(WAIT_S)
+        return job.seconds
+
+    return decode
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_attn.bench_inputs import WAIT_S, page_table, random_sets, spread
+from cpu_attn.bench_inputs import WAIT_S, decodes, in_a_row, page_table, random_sets, spread
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedLatent
 from cpu_attn.probe import Multiplier
@@ -50,25 +50,23 @@ class Samples:
 
 
 def measure(case: Case, executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Samples:
-    """Time `rounds` decodes, each over the next KV set, each beside a read and a FLOP/s probe."""
+    """Time `rounds` rounds of decodes, each over the next KV set, beside a read and a FLOP/s probe."""
     layers = [
         PagedLatent([buffer.view(torch.bfloat16).view(-1, arguments.page_size, WIDTH)], LORA_RANK)
         for buffer in random_sets(case.kv_bytes, executor)
     ]
     table = page_table(case.batch, case.tokens, arguments.page_size)
     q = torch.randn(case.batch, case.heads, WIDTH).bfloat16()
-    out, lse = torch.empty(case.batch, case.heads, LORA_RANK), torch.empty(case.batch, case.heads)
+    decode = decodes(executor, q, layers, table)
     multiplier = Multiplier(executor)
     samples = Samples()
     for turn in range(-1, arguments.rounds):
-        kv = layers[turn % len(layers)]
-        job = executor.submit_paged_mla_decode(q, kv, table, WIDTH**-0.5, out=out, lse=lse)
-        job.wait(WAIT_S)
+        kernel_s = in_a_row(decode, turn)
         read = executor.submit_read(probe)
         read.wait(WAIT_S)
         gflops = multiplier.gflops()
         if turn >= 0:  # the first is a warm-up
-            samples.kernel_s.append(job.seconds)
+            samples.kernel_s.append(kernel_s)
             samples.probe_s.append(read.seconds)
             samples.gflops.append(gflops)
     return samples
