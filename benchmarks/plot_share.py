@@ -72,8 +72,10 @@ def hogs_svgs(series: dict[str, dict]) -> dict[str, str]:
     times.y_axis("ms a step", top)
     for name, steps in runs.items():
         times.curve([(at, step["ms"]) for at, step in enumerate(steps)], colours[name])
-    for chart, names, highest in ((shares, stealing, 1.0), (times, runs, top[-1])):
+    for chart, names, highest, entries_at in ((shares, stealing, 1.0, 0.97), (times, runs, top[-1], 0.75)):
         chart.x_axis("step", longest)
         chart.curve([(change, 0.0), (change, highest)], "#999")
-        chart.legend([(name, colours[name], False) for name in names], (0.74 * longest[-1], 0.97 * highest))
+        chart.legend(
+            [(name, colours[name], False) for name in names], (0.74 * longest[-1], entries_at * highest)
+        )
     return {"share_hogs.svg": shares.svg(), "share_hogs_ms.svg": times.svg()}
