@@ -10,6 +10,8 @@ import torch
 
 import cpu_attn
 from cpu_attn.probe import huge_buffer
+from sglang_inplacekv.executors.packed_rows import pack
+from sglang_inplacekv.pinning import pinned
 from sparse_attn import V4Config
 
 PAGE_ROWS = 64  # entries of a page of 256 tokens
@@ -29,8 +31,8 @@ class Walk:
     queries: torch.Tensor  # [steps, batch, heads, head_dim]
 
     @classmethod
-    def of(cls, geometry: V4Config, batch: int, steps: int, a: float, content: Content) -> Walk:
-        generator = content.generator(7)
+    def of(cls, content: Content, steps: int, a: float) -> Walk:
+        generator, batch, geometry = content.generator(7), content.batch, content.geometry
         heads, dim = geometry.index_heads, geometry.index_dim
         queries = _circle(steps, (batch, heads, dim), a, generator)
         weights = _circle(steps, (batch, heads), a, generator) * (heads * dim) ** -0.5
@@ -91,13 +93,27 @@ class Content:
         """Row of the pool: windows come first."""
         return self.batch * self.geometry.window
 
+    @property
+    def kept_bytes(self) -> int:
+        """Keys and windows, which are on the device whatever the policy."""
+        return self.keys.nbytes + self.first_entry * self.row_bytes
+
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
     def window_names(self) -> torch.Tensor:
-        """Rows of each request's window, int32 [batch, window]."""
+        """Rows of the pool, int32 [batch, window]."""
         window = self.geometry.window
         return torch.arange(self.first_entry, dtype=torch.int32, device=self.device).view(self.batch, window)
+
+    def bases(self) -> torch.Tensor:
+        """The pool's row of each request's entry 0, int32 [batch, 1]."""
+        requests = torch.arange(self.batch, dtype=torch.int32, device=self.device)
+        return (self.first_entry + requests * self.entries).unsqueeze(1)
+
+    def names(self, ids: torch.Tensor) -> torch.Tensor:
+        """The pool's rows of each request's window and of its entries ids int32 [batch or 1, n]: int32 [batch, window + n]."""
+        return torch.cat((self.window_names(), ids + self.bases()), 1)
 
 
 @contextmanager
@@ -119,7 +135,7 @@ def content(
     size = batch * entries * windows.shape[1] * windows.itemsize
     buffer = huge_buffer(size, team)
     home = buffer.view(windows.dtype).view(batch * entries, windows.shape[1])
-    with _registered(buffer, device):
+    with pinned(buffer) if device == "cuda" else nullcontext():
         for request in range(batch):
             first = len(windows) + request * entries
             own = pool[first : first + entries]
@@ -137,16 +153,4 @@ def _rows(
     count: int, width: int, dtype: torch.dtype, packed: bool, generator: torch.Generator
 ) -> torch.Tensor:
     rows = _randn((count, width), generator).to(dtype)
-    if not packed:
-        return rows
-    from sglang_inplacekv.executors.packed_rows import pack
-
-    return pack(rows)
-
-
-def _registered(buffer: torch.Tensor, device: str):
-    if device != "cuda":
-        return nullcontext()
-    from sglang_inplacekv.pinning import pinned
-
-    return pinned(buffer)
+    return pack(rows) if packed else rows

@@ -52,7 +52,7 @@ class GpuLayer:
         self._stages: dict[str, Callable[[], None]] = {"draw": self._draw, "select": self._select}
         if policy is None:
             self._pool = content.pool
-            self._bases = self._entry_bases()
+            self._bases = content.bases()
             self._stages |= {"place": self._name_all, "attend": self._attend, "merge": self._merge}
         else:
             self._spill(policy, hot_rows)
@@ -84,11 +84,6 @@ class GpuLayer:
             )
             self._stages["fetch behind"] = lambda: hot.fetch_behind(self._homes)
         self._stages["merge"] = self._merge
-
-    def _entry_bases(self) -> torch.Tensor:
-        content = self.content
-        first = content.first_entry + torch.arange(content.batch, device=content.device) * content.entries
-        return first.int().unsqueeze(1)
 
     def _draw(self) -> None:
         """The next queries of the walk."""
@@ -157,17 +152,13 @@ class GpuLayer:
     @property
     def device_bytes(self) -> int:
         """What the layer needs there: keys, windows, and entries or the hot set."""
-        content = self.content
-        kept = content.keys.nbytes + content.first_entry * content.row_bytes
-        entries = content.batch * content.entries * content.row_bytes
-        return kept + (entries if self._hot is None else self._hot.nbytes)
+        # On the device entries take what they take at home.
+        return self.content.kept_bytes + (self.content.home if self._hot is None else self._hot).nbytes
 
     def reference(self) -> torch.Tensor:
         """The latest step's output with everything on the device."""
         content = self.content
-        entries = torch.where(self.ids < 0, -1, self.ids + self._entry_bases())
-        names = torch.cat((content.window_names(), entries), 1)
-        out = torch.empty_like(self.out)
+        out, names = torch.empty_like(self.out), content.names(self.ids)
         merge(out, [attend_listed(self.q, content.pool, names, content.geometry.scale), self._sink])
         return out
 
@@ -223,9 +214,7 @@ def dense_us(content: Content, rows: int) -> list[float]:
     """GPU time of one layer that attends its window and `rows` entries, all of them on the device, in each of some runs."""
     geometry = content.geometry
     q = torch.randn(content.batch, geometry.heads, geometry.head_dim, device=content.device).bfloat16()
-    entries = torch.arange(rows, dtype=torch.int32, device=content.device)
-    first = content.first_entry + content.entries * torch.arange(content.batch, device=content.device)
-    names = torch.cat((content.window_names(), (first[:, None] + entries).int()), 1)
+    names = content.names(torch.arange(rows, dtype=torch.int32, device=content.device)[None])
     sink, out = sink_state(content), torch.empty(q.shape, device=content.device)
 
     def layer() -> None:

@@ -103,14 +103,12 @@ class StandIn:
     @property
     def device_bytes(self) -> int:
         content = self.content
-        kept = content.keys.nbytes + content.first_entry * content.row_bytes
         rows = content.entries if self._policy is None else self._hot[0].capacity
-        return kept + content.batch * rows * content.row_bytes
+        return content.kept_bytes + content.batch * rows * content.row_bytes
 
     def reference(self) -> torch.Tensor:
         content = self.content
-        bases = content.first_entry + torch.arange(content.batch)[:, None] * content.entries
-        names = torch.cat((content.window_names(), self.ids + bases), 1)
+        names = content.names(self.ids)
         states = [self._attend(q, content.pool, own) for q, own in zip(self.q, names, strict=True)]
         return torch.cat([merge([state], content.sink)[0] for state in states])
 

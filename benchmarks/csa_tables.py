@@ -58,12 +58,12 @@ def _table(layers: list[dict], rows: list[dict]) -> str:
 
 
 def _estimate(layers: list[dict], rows: list[dict]) -> str:
-    """All layers of the longest context, one request, the easiest walk; empty where the other layers were not measured."""
+    """All layers of the longest context, one request, the first walk; empty where one kind of layer was not measured."""
     others = {row["what"]: row for row in rows if row["what"].startswith((HCA, WINDOW))}
-    if not others:
-        return ""
-    tokens = max(row["tokens"] for row in others.values())
+    tokens = max((row["tokens"] for row in others.values()), default=0)
     alone = [row for row in layers if row["tokens"] == tokens and row["batch"] == 1]
+    if not alone:
+        return ""
     table = []
     for row in (row for row in alone if row["case"] == alone[0]["case"]):
         base, own = _base_of(layers, row), _format(row)

@@ -32,10 +32,10 @@ _INT32 = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds of a step."""
+    """Of a step."""
 
     step_us: Spread
-    stages: dict[str, float]
+    stages: dict[str, float]  # us on the GPU
     missed: float  # entries of a step, all requests
     computed: float
     cpu_us: float  # of the team
@@ -71,7 +71,7 @@ class Policies:
 
     def __init__(self, part, csa: CsaScale, own: Content, a: float, tokens: int, *, staged: bool) -> None:
         self._part, self._csa, self._own, self._tokens, self._staged = part, csa, own, tokens, staged
-        self._walk = Walk.of(csa.geometry, own.batch, csa.circle, a, own)
+        self._walk = Walk.of(own, csa.circle, a)
         self._case = f"batch {own.batch}, a {a}"
         self._found: dict[str, Measured] = {}
 
@@ -108,7 +108,7 @@ class Policies:
             layer.close()
         missed, computed = ((getattr(after, n) - getattr(before, n)) / steps for n in ("missed", "computed"))
         cpu_us = 1e6 * statistics.median(team_s[-steps:]) if team_s else 0.0
-        self._found[what] = Measured(Spread.of(runs), stages, missed, computed, cpu_us)
+        self._found[what] = found = Measured(Spread.of(runs), stages, missed, computed, cpu_us)
         listed = own.batch * csa.geometry.index_topk
         self._part.row(
             what=f"{what}, packed" if own.packed else what,
@@ -118,7 +118,7 @@ class Policies:
             batch=own.batch,
             entries=own.entries,
             row_bytes=own.row_bytes,
-            step_us=Spread.of(runs),
+            step_us=found.step_us,
             stage_us={name: round(value, 2) for name, value in stages.items()},
             cpu_us=cpu_us,
             hit_rate=None if share is None else 1 - missed / listed,

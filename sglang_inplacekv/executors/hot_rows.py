@@ -2,8 +2,8 @@
 
 A step places what each request selects: what is held keeps its row, and of what is not a policy gives the first ones to the
 CPU and has the others fetched into rows of entries that have not been selected for longest (exact LRU; of those last
-selected together, the one that came first). Nothing that this step selects loses its row in it. No call waits for the GPU, and
-all addresses are fixed, so a CUDA graph may hold every one.
+selected together, the one that came first). Nothing that this step selects loses its row in it. A step never waits for the
+GPU, and all addresses are fixed, so a CUDA graph may hold it.
 
 An entry that the CPU attends may be fetched too, behind the attention ("behind"), for later steps. That is the default: the
 GPU waits for the CPU's answer meanwhile, so it takes no time of its own, and without it the set stays what it is and every
@@ -41,10 +41,6 @@ class Counts:
     listed: int
     missed: int
     computed: int  # of these, left to the CPU
-
-    @property
-    def hit_rate(self) -> float:
-        return 1 - self.missed / self.listed if self.listed else 0.0
 
 
 def cpu_counts(policy: Policy, listed: int, heads: int, width: int, row_bytes: int) -> torch.Tensor:
@@ -227,16 +223,19 @@ class HotRows:
             )
         if len(shares) != listed + 1:
             raise ValueError(f"shares of up to {len(shares) - 1} missed entries for lists of {listed}")
-        if first_row + batch * capacity > len(pool):
+        end_row = first_row + batch * capacity
+        if end_row > len(pool):
+            raise ValueError(f"rows {first_row} .. {end_row} in a pool of {len(pool)} rows")
+        if pool.shape[1] * pool.itemsize % _WORD.itemsize:
             raise ValueError(
-                f"rows {first_row} .. {first_row + batch * capacity} in a pool of {len(pool)} rows"
+                f"rows of {pool.shape[1] * pool.itemsize} bytes: a multiple of {_WORD.itemsize} is needed"
             )
         self.capacity, self.listed, self._first_row, self._behind = capacity, listed, first_row, behind
         self._entries, self._batch = entries, batch
         self._all_computed = shares.tolist() == list(range(listed + 1))
         self.computes = bool(shares.any())  # whether the CPU may get anything
         device = pool.device
-        self._rows = pool[first_row:].view(_WORD)
+        self._rows = pool[first_row:end_row].view(_WORD)
         self._shares = shares.to(device)
 
         def ints(*shape: int, fill: int = 0) -> torch.Tensor:
@@ -255,20 +254,23 @@ class HotRows:
     @property
     def nbytes(self) -> int:
         """Of rows and books."""
-        books = (
-            self._slot_of, self._entry_in, self._used, self._order, self._step, self._missed, self._targets,
-            self._places, self.computed, self._counts, self._totals,
-        )  # fmt: skip
-        rows = self._batch * self.capacity * self._rows.shape[1] * self._rows.itemsize
-        return rows + sum(book.nbytes for book in books)
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, torch.Tensor))
 
     def place(self, ids: torch.Tensor, names: torch.Tensor) -> None:
         """Begin a step. Into names [batch, listed] int32 go the pool's rows of what the device attends, -1 for the rest.
 
         ids: int32 [batch, listed], contiguous, entries of each request, none twice, -1 for none. Of the missed ones those that
         come first are the CPU's: with ascending lists the division is that of sparse_attn.compose.place. Rows that are
-        named have their entries after `fetch`. names' last dimension is contiguous.
+        named have their entries after `fetch`. names' last dimension is contiguous. Raises ValueError on other lists.
         """
+        shape = self._missed.shape
+        if not (ids.shape == names.shape == shape and ids.dtype == names.dtype == torch.int32):
+            raise ValueError(
+                f"ids {tuple(ids.shape)} {ids.dtype} and names {tuple(names.shape)} {names.dtype}: both must be "
+                f"{tuple(shape)} int32"
+            )
+        if not ids.is_contiguous() or names.stride(1) != 1:
+            raise ValueError("ids must be contiguous, and names in their last dimension")
         listed, block = self.listed, triton.next_power_of_2(self.listed)
         _look_up[(self._batch,)](
             ids, self._slot_of, self._used, self._step, names, self._missed, self._places, self._counts,

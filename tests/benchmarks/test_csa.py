@@ -98,7 +98,7 @@ def test_every_policy_on_a_gpu(tmp_path: Path) -> None:
 
 def test_a_wrong_row_is_noticed(team: cpu_attn.Executor) -> None:
     with content(TINY.geometry, 1, 256, team, "cpu", packed=False) as own:
-        layer = StandIn(own, Walk.of(TINY.geometry, 1, TINY.circle, 0.9, own), Policy.fetch(), TINY.hot_rows)
+        layer = StandIn(own, Walk.of(own, TINY.circle, 0.9), Policy.fetch(), TINY.hot_rows)
         layer.run(3)
         assert csa_layer._error(layer) < 1e-5
         own.home[:] = own.home.roll(1, 0)
@@ -120,7 +120,7 @@ def test_homes_have_the_entries_by_pages(team: cpu_attn.Executor) -> None:
 def test_a_walk_is_a_circle_of_even_steps(team: cpu_attn.Executor) -> None:
     a, steps = 0.8, 64
     with content(TINY.geometry, 4, 256, team, "cpu", packed=False) as own:
-        walk = Walk.of(TINY.geometry, 4, steps, a, own).index_queries.flatten(1)
+        walk = Walk.of(own, steps, a).index_queries.flatten(1)
     following = walk.roll(-1, 0)
     # Over 1,024 values: a correlation's deviation is (1 - a^2) / 32, a variance's 0.044; walks of 64 steps correlate.
     correlation = torch.nn.functional.cosine_similarity(walk, following, -1)
@@ -151,14 +151,16 @@ def test_the_whole_model_is_its_layers(tmp_path: Path) -> None:
             to_device_bytes=157696.0, to_host_bytes=0.0, device_bytes=device_mib * mib, error=1e-4,
         )  # fmt: skip
 
-    layer("all on the GPU", None, 10.0, 3, tokens=65536)
-    layer("all on the GPU", None, 100.0, 320)
-    layer("fetch", 0.0, 120.0, 64)
-    part.row(what="predicted share", case="batch 1, a 0.97", tokens=1048576, predicted=0.0)
     for what, us, device_mib in (("HCA layer", 20.0, 8), ("window layer", 5.0, 1)):
         part.row(
             what=what, case="batch 1", tokens=1048576, step_us=Spread(us, us, us, 7), device_bytes=device_mib * mib
         )  # fmt: skip
+    layer("all on the GPU", None, 10.0, 3, tokens=65536)
+    text = report.report([tmp_path])
+    assert "no table" not in text and "GPU memory" not in text, "of that context no CSA layer was measured"
+    layer("all on the GPU", None, 100.0, 320)
+    layer("fetch", 0.0, 120.0, 64)
+    part.row(what="predicted share", case="batch 1, a 0.97", tokens=1048576, predicted=0.0)
     text = report.report([tmp_path])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
     fetch = next(row for row in rows if row[0] == "fetch")

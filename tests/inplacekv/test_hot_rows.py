@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
+from sglang_inplacekv.mapped import mapped_tensor
 from sparse_attn.traffic import Policy
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.inplacekv import hot_rows_checks as checks
+from tests.inplacekv.interpreted import run_interpreted
 
 
 def test_interpreted() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.inplacekv.hot_rows_checks"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "hot rows agree" in done.stdout, done.stderr[-2000:]
+    run_interpreted("hot_rows_checks")
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    pytest.importorskip("triton")
-    from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
-
     pool, shares = torch.zeros(40, 64), cpu_counts(Policy.fetch(), 16, 4, 64, 256)
     with pytest.raises(ValueError, match="hot set of 15 rows for lists of 16: possible are 16 to"):
         HotRows(pool, 0, 2, 15, 100, 16, shares)
@@ -33,12 +24,23 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         HotRows(pool, 9, 2, 16, 100, 16, shares)
     with pytest.raises(ValueError, match="up to 16 missed entries for lists of 12"):
         HotRows(pool, 0, 2, 16, 100, 12, shares)
+    with pytest.raises(ValueError, match="rows of 12 bytes: a multiple of 8"):
+        HotRows(torch.zeros(40, 3), 0, 2, 16, 100, 16, shares)
+    hot = HotRows(pool, 8, 2, 16, 100, 16, shares)
+    # 16 rows of 256 bytes a request. A request: 100 + 4 x 16 slots, 4 x 16 of a list, a step, counts and totals.
+    assert hot.nbytes == 2 * (16 * 256 + 4 * (164 + 64 + 1 + 3) + 8 * 3) + 4 * 17
+    ids, names = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, 20, dtype=torch.int32)[:, 4:]
+    for wrong, message in (
+        ((ids[:, :8], names), r"ids \(2, 8\) torch.int32 and names \(2, 16\)"),
+        ((ids.long(), names), "torch.int64"),
+        ((names, names), "contiguous"),
+        ((ids, names.mT.contiguous().mT), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hot.place(*wrong)
 
 
 def test_the_cpu_gets_what_the_policy_says() -> None:
-    pytest.importorskip("triton")
-    from sglang_inplacekv.executors.hot_rows import cpu_counts
-
     assert cpu_counts(Policy.split(0.5), 5, 64, 512, 1024).tolist() == [0, 0, 1, 2, 2, 2]
     # 64 x (1024 + 2052) bytes of queries and answers are those of 192.2 rows.
     fewest = cpu_counts(Policy.fewest_bytes(), 512, 64, 512, 1024).tolist()
@@ -47,8 +49,6 @@ def test_the_cpu_gets_what_the_policy_says() -> None:
 
 def mapped(rows: torch.Tensor) -> torch.Tensor:
     """Rows in pinned host memory, as the GPU reads them there."""
-    from sglang_inplacekv.mapped import mapped_tensor
-
     host = rows.pin_memory()
     device = mapped_tensor(host.data_ptr(), host.shape, (8 * host.shape[1], 8), host.dtype)
     device.host = host  # keeps the memory
@@ -59,8 +59,6 @@ def mapped(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("policy", [Policy.fetch(), Policy.compute(), Policy.split(0.5)])
 def test_compiled(policy: Policy, behind: bool) -> None:
-    from tests.inplacekv import hot_rows_checks as checks
-
     checks.check(checks.SMALL, policy, behind, "cuda", steps=20, to_device=mapped)
     checks.check(checks.WHOLE, policy, behind, "cuda", steps=20, to_device=mapped)
     checks.check(checks.FLASH, policy, behind, "cuda", steps=8, to_device=mapped)
@@ -68,17 +66,12 @@ def test_compiled(policy: Policy, behind: bool) -> None:
 
 @pytest.mark.gpu
 def test_entries_leave_in_order() -> None:
-    from tests.inplacekv import hot_rows_checks as checks
-
     checks.check_order_of_leaving("cuda")
 
 
 @pytest.mark.gpu
 def test_a_graph_holds_a_step() -> None:
     """Replayed over other lists it does what the calls do."""
-    from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
-    from tests.inplacekv import hot_rows_checks as checks
-
     sizes, generator = checks.FLASH, torch.Generator().manual_seed(5)
     homes = checks.homes_of(sizes, generator, "cuda", mapped)
     shares = cpu_counts(Policy.split(0.5), sizes.listed, 64, 512, 8 * sizes.words)
@@ -110,5 +103,5 @@ def test_a_graph_holds_a_step() -> None:
         step(other, other_names)
         assert torch.equal(names, other_names) and torch.equal(hot.computed, other.computed)
     assert torch.equal(pool, other_pool) and hot.counts() == other.counts()
-    assert 0 < hot.counts().hit_rate < 1
+    assert 0 < hot.counts().missed < hot.counts().listed
     hot.check_integrity()

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from sglang_inplacekv.executors.index_scores import index_scores
+from tests.inplacekv.index_scores_checks import check
+from tests.inplacekv.interpreted import run_interpreted
 
 
 def test_interpreted() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.inplacekv.index_scores_checks"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "scores agree" in done.stdout, done.stderr[-2000:]
+    run_interpreted("index_scores_checks")
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    pytest.importorskip("triton")
-    from sglang_inplacekv.executors.index_scores import index_scores
-
     queries, weights, keys = torch.ones(1, 16, 16), torch.ones(1, 16), torch.ones(1, 5, 16)
     for own, message in (
         ((queries[:, :8], weights[:, :8], keys), "8 index heads of 16"),
@@ -37,7 +28,5 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 16, 32, 300), (1, 64, 128, 16384), (3, 64, 128, 5000)])
 def test_compiled(shape: tuple[int, int, int, int]) -> None:
-    from tests.inplacekv.index_scores_checks import check
-
     # Products of bf16 are exact, sums fp32. A score adds up 64 x 128 of them, of order one and weighted by 0.01.
     check(*shape, "cuda", 1e-5)

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import cpu_attn
+from sglang_inplacekv.executors.listed_cpu import HomeRows, ListedCpu
 from sparse_attn import Space
 from sparse_attn.attend import State, attend_rows
-
-pytest.importorskip("triton")
-from sglang_inplacekv.executors.listed_cpu import HomeRows, ListedCpu
 
 BATCH, HEADS, WIDTH, ENTRIES, PAGE, LISTED, SCALE = 2, 16, 64, 200, 16, 24, 0.1
 PAGES = -(-ENTRIES // PAGE)

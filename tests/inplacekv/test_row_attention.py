@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from sglang_inplacekv.executors.packed_rows import ROW_BYTES, pack, unpack
+from sglang_inplacekv.executors.row_attention import attend_listed, split_of
+from tests.inplacekv.interpreted import run_interpreted
+from tests.inplacekv.row_attention_checks import check
 
 
 def test_interpreted() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.inplacekv.row_attention_checks"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "rows agree" in done.stdout, done.stderr[-2000:]
+    run_interpreted("row_attention_checks")
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    pytest.importorskip("triton")
-    from sglang_inplacekv.executors.row_attention import attend_listed
-
     slots = torch.zeros(1, 3, dtype=torch.int32)
     for q, pool, message in (
         (torch.ones(1, 2, 64), torch.ones(5, 32), "does not fit"),
@@ -38,9 +30,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_list_is_split_for_the_processors_there_are() -> None:
-    pytest.importorskip("triton")
-    from sglang_inplacekv.executors.row_attention import split_of
-
     # 64 heads are 4 programs. One sequence: a tile each; 8 and 32: one wave of 132; 1M tokens of HCA.
     assert split_of(4, 640, 132) == (20, 32)
     assert split_of(32, 640, 132) == (4, 160)
@@ -53,8 +42,6 @@ def test_a_list_is_split_for_the_processors_there_are() -> None:
 
 
 def test_packed_rows_are_e4m3_and_a_power_of_two() -> None:
-    from sglang_inplacekv.executors.packed_rows import ROW_BYTES, pack, unpack
-
     rows = torch.randn(50, 512) * torch.exp2(torch.randint(-20, 20, (50, 1)))
     rows[3, 64:128], rows[4, :64] = 0, 448.0
     packed = pack(rows)
@@ -74,14 +61,11 @@ def test_packed_rows_are_e4m3_and_a_power_of_two() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
     "shape",
     [(1, 64, 512, 640), (8, 64, 512, 640), (1, 64, 512, 8320), (2, 128, 512, 1153), (3, 20, 64, 150)],
 )
 def test_compiled(shape: tuple[int, int, int, int]) -> None:
-    from tests.inplacekv.row_attention_checks import check
-
     # A weight's rounding to bf16 is 2**-9 of it at most, and outputs are means of rows of order one.
     check(*shape, torch.bfloat16, "cuda", 2**-8)
 
@@ -89,8 +73,6 @@ def test_compiled(shape: tuple[int, int, int, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 64, 512, 640), (8, 64, 512, 640), (2, 20, 512, 70)])
 def test_packed_rows_compiled(shape: tuple[int, int, int, int]) -> None:
-    from tests.inplacekv.row_attention_checks import check
-
     # As above; some channels are four times as large.
     check(*shape, torch.bfloat16, "cuda", 2**-6, packed=True)
 
@@ -98,9 +80,6 @@ def test_packed_rows_compiled(shape: tuple[int, int, int, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_graph_holds_it(packed: bool) -> None:
-    from sglang_inplacekv.executors.packed_rows import pack
-    from sglang_inplacekv.executors.row_attention import attend_listed
-
     rows = torch.randn(2000, 512, device="cuda").bfloat16()
     pool, q = pack(rows) if packed else rows, torch.randn(2, 64, 512, device="cuda").bfloat16()
     slots = torch.randint(0, 2000, (2, 640), dtype=torch.int32, device="cuda")
