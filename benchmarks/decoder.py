@@ -58,7 +58,7 @@ class Decoder(ABC):
         seconds, tokens = self._now_s() - begun_s, computed + stolen + streamed
         share = (computed + stolen) / tokens
         if self.control is not None:
-            self.control.ends.note(share, tokens, seconds / self._layers)
+            self.control.note_step(share, tokens, seconds / self._layers)
         return Step(seconds, self.scope.target_share, share, computed / tokens, tokens)
 
     def steps(self, count: int) -> list[Step]:

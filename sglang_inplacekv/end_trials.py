@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Collection
 
 # Launching both sides' work takes the host up to this. A layer that takes longer is as long as the lines say.
 _SHORT_LAYER_S = 0.6e-3
@@ -39,8 +40,11 @@ class EndTrials:
         """What the next step should attend by the CPU; None: what the lines ask for."""
         return self._trial if self._tries else self._held
 
-    def note(self, share: float, tokens: int, layer_s: float) -> None:
-        """A step that read so many host tokens a layer, of which the CPU attended `share`, took layer_s a layer."""
+    def note(self, share: float, tokens: int, layer_s: float, ends: Collection[float] = (1.0, 0.0)) -> None:
+        """A step that read so many host tokens a layer, of which the CPU attended `share`, took layer_s a layer.
+
+        ends: shares that may be tried next.
+        """
         if abs(tokens - self._tokens) > _SAME_TOKENS * self._tokens:
             self._tokens, self._tries = tokens, False
             self._recent.clear()
@@ -52,8 +56,11 @@ class EndTrials:
         if statistics.median(self._recent) > _SHORT_LAYER_S:
             self._held, self._since = None, 0
         elif self._since >= self._wait and len(self._recent) >= _TRIAL_STEPS:
-            ends = [end for end in (1.0, 0.0) if abs(end - share) > _SAME_SHARE]
-            others = ends if self._held is None else [*ends, None]
+            others: list[float | None] = [end for end in ends if abs(end - share) > _SAME_SHARE]
+            if self._held is not None:
+                others.append(None)
+            if not others:
+                return
             self._trial, self._tries, self._times = others[self._turn % len(others)], True, []
             self._turn += 1
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from sglang_inplacekv.end_trials import EndTrials
-from sglang_inplacekv.roofline import Line, balanced_share
+from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
 HALF_LIFE_STEPS = 8
 # The first steps of a server load kernels and touch caches.
@@ -19,6 +19,9 @@ _LEAST_S = 1e-15
 _HYSTERESIS = 0.02
 # A side that had nothing to do for so long is measured anew: what made it slow may be over.
 _RETRY_STEPS = 500
+# Of a layer's time, by the lines. In a short layer launching is in them too, of both sides' work where only one's would be.
+_WORTH_A_TRIAL = 1.6
+_EXPLAINED = 1.2  # a layer that takes no longer than so many times what the lines say
 
 
 @dataclass
@@ -125,11 +128,24 @@ class ShareController:
     def transfer(self) -> Line | None:
         return None if self._transfer.value is None else Line(0.0, self._transfer.value)
 
+    @property
+    def _lines(self) -> tuple[Line, Line] | None:
+        cpu, transfer = self.cpu or self._predicted[0], self.transfer or self._predicted[1]
+        return None if cpu is None or transfer is None else (cpu, transfer)
+
+    def note_step(self, share: float, host_tokens: int, layer_s: float) -> None:
+        """A decode took layer_s a layer, in which it read so many host tokens, of which the CPU attended `share`."""
+        if self._lines is not None and host_tokens:
+            known, *ends = (layer_seconds(at, *self._lines, host_tokens) for at in (share, 1.0, 0.0))
+            worth = [
+                end for end, end_s in zip((1.0, 0.0), ends, strict=True) if end_s <= _WORTH_A_TRIAL * layer_s
+            ]
+            self.ends.note(share, host_tokens, layer_s, worth if layer_s > _EXPLAINED * known else ())
+
     def share(self, host_tokens: int) -> float:
         """The target for a step that reads so many host tokens a layer."""
-        cpu, transfer = self.cpu or self._predicted[0], self.transfer or self._predicted[1]
-        if cpu is not None and transfer is not None and host_tokens:
-            best = balanced_share(cpu, transfer, host_tokens)
+        if self._lines is not None and host_tokens:
+            best = balanced_share(*self._lines, host_tokens)
             if abs(best - self.target) > _HYSTERESIS or best in (0.0, 1.0):
                 self.target = best
         return self.target

@@ -104,7 +104,7 @@ class RegionPool(KVCache):
             return
         computed, tokens = self.plan.cpu_tokens, self.plan.cpu_tokens + self.plan.transfer_tokens
         if tokens:
-            control.ends.note(computed / tokens, tokens, (now_s - self._decode_began_s) / self.layer_num)
+            control.note_step(computed / tokens, tokens, (now_s - self._decode_began_s) / self.layer_num)
 
     def _start(self, plan: StepPlan, graph_rows: int | None) -> None:
         self.executor.begin_forward(plan, graph_rows)

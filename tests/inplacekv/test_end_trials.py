@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from sglang_inplacekv.end_trials import EndTrials
+from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.write_scope import WriteScope
 
 TOKENS = 2048
@@ -76,6 +78,26 @@ def test_steps_of_other_lengths_are_not_compared() -> None:
     run(trials, fastest_at(-1.0), 8)
     assert trials.share == 1.0
     assert run(trials, fastest_at(-1.0, SHORT_S / 2), 3, tokens=TOKENS // 2) == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("slow", ["cpu", "transfer"])
+def test_an_end_that_would_take_too_long_by_its_line_is_not_tried(slow: str) -> None:
+    sides = {"cpu": Line(0.0, 1e-7), "transfer": Line(0.0, 1e-7)}
+    sides[slow] = Line(0.0, 20e-7)
+    control, shares = ShareController(0.5, 0.0, (sides["cpu"], sides["transfer"])), set()
+    for _ in range(300):
+        lines = control.share(TOKENS)
+        shares.add(lines if control.ends.share is None else control.ends.share)
+        control.note_step(lines, TOKENS, SHORT_S)
+    assert shares == {lines, 0.0 if slow == "cpu" else 1.0}
+
+
+def test_a_layer_that_the_lines_explain_is_not_tried() -> None:
+    cpu, transfer = Line(0.0, 1.9e-7), Line(0.0, 1.9e-7)
+    control = ShareController(0.5, 0.0, (cpu, transfer))
+    for _ in range(300):
+        control.note_step(control.share(TOKENS), TOKENS, 1.1 * cpu.seconds(TOKENS / 2))
+        assert control.ends.share is None
 
 
 def test_pages_go_where_the_lines_want_them_meanwhile() -> None:
