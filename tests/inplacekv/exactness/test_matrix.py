@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from tests.harness import Result, Runner, compare
@@ -178,4 +180,31 @@ def test_the_share_that_is_found(kind):
         seen = watch(runner)
         compare(expected, runner.generate(batch), tolerance=TOLERANCE)
         assert seen.decode["stolen"], seen
+        assert_all_returned(runner)
+
+
+class EveryOther:
+    """Ends that ask for all of T every other step, as trials do for some."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[float, float]] = []
+
+    @property
+    def share(self) -> float | None:
+        return 1.0 if len(self.noted) % 2 else None
+
+    def note(self, share: float, tokens: int, layer_s: float, ends: Collection[float]) -> None:
+        self.noted.append((share, layer_s))
+
+
+@KINDS
+def test_a_step_that_attends_another_share_than_the_target(kind):
+    batch = prompts(*LENGTHS, 5 * CHUNK)
+    expected = stock(kind, batch)
+    with server(kind, share="auto", device_tokens=0) as runner:
+        ends = runner.kv_pool._control.ends = EveryOther()
+        compare(expected, runner.generate(batch), tolerance=TOLERANCE)
+        shares = [share for share, _ in ends.noted]
+        assert set(shares[1::2]) == {1.0} and min(shares[::2]) < 1.0
+        assert all(layer_s > 0 for _, layer_s in ends.noted)
         assert_all_returned(runner)
