@@ -1,0 +1,181 @@
+"""The random traffic of test_simulation through CudaExecutor, with fakes for CUDA and FlashInfer.
+
+The current stream runs at once, copies as late as they may. test_simulation_gpu has real kernels and real time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang_inplacekv.executors import hand_over, merge_kernel
+from tests.inplacekv import fake_cuda, simulation
+from tests.inplacekv.fake_cuda import FakeStream
+from tests.inplacekv.simulation import Simulation
+
+OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "cuda")
+LOG2E = 1.4426950408889634
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple:
+    """q [n, q_heads, d] over k, v [m, kv_heads, d]: fp32 out and lse, base 2."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * (scale * LOG2E)
+    if causal:
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
+    lse = torch.logsumexp(scores / LOG2E, -1) * LOG2E
+    return torch.einsum("hnm,mhd->nhd", torch.exp2(scores - lse[..., None]), v), lse.T
+
+
+class Wrapper:
+    """What the two wrappers of FlashInfer have in common."""
+
+    def __init__(self, _: torch.Tensor, layout: str, **settings: Any) -> None:
+        assert layout in ("NHD", "HND") and not settings.get("use_cuda_graph")
+        self.layout = layout
+
+    def reset_workspace_buffer(self, *_: torch.Tensor) -> None:
+        pass
+
+    def finish(self, q: torch.Tensor, parts: Sequence[tuple], out: Any, lse: Any) -> tuple:
+        done = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        assert len(done[0]) == len(q), "planned for another number of rows"
+        if out is None:
+            return done
+        out.copy_(done[0])
+        lse.copy_(done[1])
+        return out, lse
+
+
+class Paged(Wrapper):
+    def plan(self, rows, pages, indices, last, q_heads, kv_heads, head_dim, page_size, **settings) -> None:
+        assert not settings["causal"] and len(indices) == pages[-1] and (pages.diff() > 0).all()
+        self.lists = rows.tolist(), pages.tolist(), indices.clone(), last.tolist()
+        self.page_size, self.scale = page_size, settings["sm_scale"]
+
+    def run(self, q, kv, out=None, lse=None, return_lse=False):
+        rows, pages, indices, last = self.lists
+        kv, parts = kv.unbind(1) if isinstance(kv, torch.Tensor) else kv, []
+        for request, spare in enumerate(last):
+            own = indices[pages[request] : pages[request + 1]].long()
+            tokens = len(own) * self.page_size - self.page_size + spare
+            k, v = (self._tokens(part[own])[:tokens] for part in kv)
+            parts.append(attend(q[rows[request] : rows[request + 1]], k, v, self.scale, causal=False))
+        return self.finish(q, parts, out, lse)
+
+    def _tokens(self, pages: torch.Tensor) -> torch.Tensor:
+        return (pages if self.layout == "NHD" else pages.transpose(1, 2)).flatten(0, 1)
+
+
+class Ragged(Wrapper):
+    def plan(self, rows, tokens, q_heads, kv_heads, head_dim, **settings) -> None:
+        assert settings["causal"] and rows.equal(tokens)
+        self.rows, self.scale = rows.tolist(), settings["sm_scale"]
+
+    def run(self, q, k, v, return_lse):
+        spans = [slice(*pair) for pair in zip(self.rows, self.rows[1:], strict=False)]
+        parts = [attend(q[own], k[own], v[own], self.scale, causal=True) for own in spans]
+        return self.finish(q, parts, None, None)
+
+
+def merge_states(out, lse, parts) -> None:
+    weights = torch.stack([lse for _, lse in parts])
+    total = torch.logsumexp(weights / LOG2E, 0) * LOG2E
+    shares = torch.exp2(weights - total)[..., None]
+    out.copy_(sum(share * part.nan_to_num() for share, (part, _) in zip(shares, parts, strict=True)))
+    if lse is not None:
+        lse.copy_(total)
+
+
+def on_the_cpu(make):
+    @wraps(make)
+    def made(*size, device=None, pin_memory=False, **settings):
+        return make(*size, **settings)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """Of sglang_inplacekv.executors, by name, imported over a FlashInfer of ours. Nobody else sees them."""
+    prefill, mla = ModuleType("flashinfer.prefill"), ModuleType("flashinfer.mla")
+    prefill.BatchPrefillWithPagedKVCacheWrapper, prefill.BatchPrefillWithRaggedKVCacheWrapper = Paged, Ragged
+    mla.BatchMLAPagedAttentionWrapper = mla.MLAPlanMetadata = None
+    names = {name: f"sglang_inplacekv.executors.{name}" for name in OVER_FLASHINFER}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ModuleType("flashinfer"), prefill, mla):
+            patch.setitem(sys.modules, module.__name__, module)
+        for name in names.values():
+            patch.delitem(sys.modules, name, raising=False)
+        yield {name: importlib.import_module(full) for name, full in names.items()}
+        for name in names.values():
+            del sys.modules[name]
+
+
+@pytest.fixture
+def cuda(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """sglang_inplacekv.executors.cuda, to be run without CUDA."""
+    cuda = modules["cuda"]
+    fake_cuda.install(monkeypatch)
+    for name in ("zeros", "empty"):
+        monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for module in (cuda, modules["flashinfer_paged"]):
+        monkeypatch.setattr(module, "to_gpu", torch.from_numpy)
+    monkeypatch.setattr(cuda, "PlanFence", nullcontext)
+    monkeypatch.setattr(hand_over, "mapped_tensor", at_address)
+    monkeypatch.setattr(hand_over, "wait_for_value", lambda *_: None)
+    monkeypatch.setattr(merge_kernel, "_launch", merge_states)
+    monkeypatch.setattr(simulation, "make_executor", lambda regions, _: eager(cuda)(regions))
+    return cuda
+
+
+def eager(cuda: ModuleType) -> type:
+    class EagerExecutor(cuda.CudaExecutor):
+        """The current stream has no later: the CPU's answer has to be there when the layer goes on."""
+
+        def decode_host(self, layer, q, scale) -> None:
+            super().decode_host(layer, q, scale)
+            self._collect_answer()
+
+    return EagerExecutor
+
+
+def at_address(address, shape, _, dtype) -> torch.Tensor:
+    (count,) = shape
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=dtype)
+
+
+def synchronize() -> None:
+    for stream in list(FakeStream.numbered.values()):
+        stream.synchronize()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("device_pages", [0, 7])
+@pytest.mark.parametrize("steals", [False, True])
+def test_random_traffic_is_exact(cuda: ModuleType, share: float, device_pages: int, steals: bool) -> None:
+    sim = Simulation(share=share, device_pages=device_pages, host_pages=40, seed=11, steals=steals)
+    try:
+        with mock.patch.object(sim, "_check_costs"):
+            for _ in range(60):
+                sim.step()
+        assert isinstance(sim.executor, cuda.CudaExecutor) and sim.arrivals >= 5
+        sim.executor.drain()
+        costs = sim.executor.take_costs()
+        assert (costs.cpu_tokens > 0) == (share > 0) and (costs.transfer_tokens > 0) == (share < 1)
+        sim.regions.check_integrity()
+    finally:
+        sim.close()
