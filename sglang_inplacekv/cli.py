@@ -20,6 +20,7 @@ from sglang_inplacekv.probes import LinkError, host_rates
 from sglang_inplacekv.roofline import Line, break_even_tokens
 from sglang_inplacekv.trace import read_trace
 from sglang_inplacekv.trace_plot import summary, trace_svg
+from sglang_inplacekv.v4.planning import plan_lines, read_layout
 
 _PAGE_SIZES, _COUNTS, _RATES = (2, 65536), (1, 10**9), (1e-3, 1e6)
 
@@ -88,7 +89,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     contexts = _numbers("--context", arguments.context)
     rest_s = _number("--step-ms", arguments.step_ms, 0, 1e6) / 1e3
     device_bytes = parse_bytes("--gpu-memory", arguments.gpu_memory)
-    model = read_model(arguments.model, _number("--page-size", arguments.page_size, *_PAGE_SIZES, int))
+    page_size = _number("--page-size", arguments.page_size, *_PAGE_SIZES, int)
+    v4 = read_layout(arguments.model, page_size)
+    if v4 is not None:
+        for line in plan_lines(v4, batches, contexts, device_bytes):
+            print(line)
+        return 0
+    model = read_model(arguments.model, page_size)
     cpu, transfer, note = _lines(model, arguments)
     print(
         f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token ({str(model.shape.dtype).removeprefix('torch.')}), "

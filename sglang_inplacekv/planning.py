@@ -34,15 +34,11 @@ class ModelKV:
 
 def read_model(folder: Path, page_size: int) -> ModelKV:
     """From the config.json of a Hugging Face checkpoint. ConfigError if there is none, it does not tell, or is not served."""
-    config = _load(folder / "config.json")
+    config = load_config(folder / "config.json")
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     _check_layers(inner)
     heads, layers = _number(inner, "num_attention_heads"), _number(inner, "num_hidden_layers")
-    # SGLang serves what is neither bf16 nor fp16 in fp16.
-    dtype = _DTYPES.get(
-        str(inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype")), torch.float16
-    )
     width: dict[str, int]
     if inner.get("kv_lora_rank") is not None:
         rank, rope = _number(inner, "kv_lora_rank"), _number(inner, "qk_rope_head_dim")
@@ -63,10 +59,18 @@ def read_model(folder: Path, page_size: int) -> ModelKV:
         if heads % kv_heads:
             raise _refused(f"{heads} query heads on {kv_heads} KV heads", "a multiple of the KV heads")
         width = {"kv_heads": kv_heads, "head_dim": head_dim}
-    return ModelKV(KVShape(layers=layers, dtype=dtype, page_size=page_size, **width), heads)
+    shape = KVShape(layers=layers, dtype=dtype_of(inner, config), page_size=page_size, **width)
+    return ModelKV(shape, heads)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def dtype_of(inner: Mapping[str, Any], config: Mapping[str, Any]) -> torch.dtype:
+    """Of the text model, `inner`, of a config. SGLang serves what is neither bf16 nor fp16 in fp16."""
+    named = inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype")
+    return _DTYPES.get(str(named), torch.float16)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """ConfigError if there is no JSON object."""
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:

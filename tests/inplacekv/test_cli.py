@@ -18,6 +18,7 @@ from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
 from sglang_inplacekv.planning import ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.topology import Node, Topology
+from tests.models.v4_checkpoints import FLASH
 
 GQA = {
     "num_hidden_layers": 2,
@@ -110,6 +111,27 @@ def test_plan_of_a_latent_model(tmp_path: Path) -> None:
     model = read_model(write_config("deepseek_v2_lite", tmp_path / "v2"), 256)
     assert (model.shape.kv_heads, model.shape.head_dim, model.shape.value_dim) == (1, 576, 512)
     assert model.layer_token_bytes == 1152 and model.q_heads == 16
+
+
+def test_plan_of_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory alone. Flash: 21 CSA layers of 512 and 128 wide entries, one in 4 tokens; 20 HCA layers, one in 128."""
+    (tmp_path / "config.json").write_text(json.dumps(FLASH | {"dtype": "bfloat16"}), encoding="utf-8")
+    command = ["plan", "--model", str(tmp_path), "--context", "1048576,100", "--batch", "2"]
+    assert cli.main([*command, "--gpu-memory", "1GB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "21 CSA, 20 HCA and 2 window layers, bfloat16, pages of 256 tokens"
+    assert "5.25 KiB of CSA entries" in lines[1] and f"{(21 * 32 + 20 * 4) * 2 / 1024:.2f} KiB" in lines[2]
+    page_bytes = 256 * 5376
+    host = (2 * 4096 - 10**9 // page_bytes) * page_bytes / 1e9
+    row = dict(zip(("host", "D", "kept", "requests"), lines[6].split()[3:], strict=True))
+    assert row["host"] == f"{host:.2f}" and row["D"] == "1.00" and row["kept"] == f"{2**21 * 1504 / 1e9:.2f}"
+    assert lines[7].split()[:5] == ["2", "x", "100", "0.00", "0.00"], "one page each, in D"
+    assert cli.main([*command, "--page-size", "200"]) == 2
+    line = "--page-size: asked 200, possible with DeepSeek-V4 are multiples of 128"
+    assert capsys.readouterr().err == f"error: {line}\n"
+    (tmp_path / "config.json").write_text(json.dumps(FLASH | {"head_dim": None}), encoding="utf-8")
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err == "error: --model: its config.json has no head_dim\n"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])
