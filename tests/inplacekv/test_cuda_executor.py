@@ -23,6 +23,7 @@ from tests.inplacekv import fake_cuda, simulation
 from tests.inplacekv.fake_cuda import FakeStream
 from tests.inplacekv.simulation import Simulation
 
+ROWS, Q_HEADS = 6, 6  # of a captured decode; of the simulation
 OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "cuda")
 LOG2E = 1.4426950408889634
 
@@ -42,7 +43,7 @@ class Wrapper:
     """What the two wrappers of FlashInfer have in common."""
 
     def __init__(self, _: torch.Tensor, layout: str, **settings: Any) -> None:
-        assert layout in ("NHD", "HND") and not settings.get("use_cuda_graph")
+        assert layout in ("NHD", "HND")
         self.layout = layout
 
     def reset_workspace_buffer(self, *_: torch.Tensor) -> None:
@@ -124,8 +125,10 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture
-def cuda(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def cuda(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """sglang_inplacekv.executors.cuda, to be run without CUDA."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # there is little in each call, and the team has threads of its own
     cuda = modules["cuda"]
     fake_cuda.install(monkeypatch)
     for name in ("zeros", "empty"):
@@ -138,19 +141,47 @@ def cuda(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Mod
     monkeypatch.setattr(hand_over, "mapped_tensor", at_address)
     monkeypatch.setattr(hand_over, "wait_for_value", lambda *_: None)
     monkeypatch.setattr(merge_kernel, "_launch", merge_states)
-    monkeypatch.setattr(simulation, "make_executor", lambda regions, _: eager(cuda)(regions))
-    return cuda
+    yield cuda
+    torch.set_num_threads(threads)
 
 
-def eager(cuda: ModuleType) -> type:
-    class EagerExecutor(cuda.CudaExecutor):
+def executors(cuda: ModuleType) -> dict[str, type]:
+    class Eager(cuda.CudaExecutor):
         """The current stream has no later: the CPU's answer has to be there when the layer goes on."""
 
         def decode_host(self, layer, q, scale) -> None:
             super().decode_host(layer, q, scale)
             self._collect_answer()
 
-    return EagerExecutor
+    class Graphed(Eager):
+        """Decodes as a server replays them: of more rows than there are requests, D's attention as it was captured."""
+
+        def begin_forward(self, plan, graph_rows=None) -> None:
+            if plan.is_decode and ROWS not in self._captured:
+                self.reserve_rows(ROWS)
+                self.begin_capture(ROWS)
+                shape = self.regions.shape
+                self.decode_device(0, torch.zeros(ROWS, Q_HEADS, shape.head_dim), shape.head_dim**-0.5)
+            super().begin_forward(plan, ROWS if plan.is_decode else None)
+
+        def write_layer(self, layer, *parts) -> None:
+            if self._plan.is_decode:
+                self.write_decoded(layer, *map(padded, parts))
+            else:
+                super().write_layer(layer, *parts)
+
+        def decode(self, layer, q, scale, out) -> None:
+            rows, whole = padded(q), padded(out)
+            state = self._captured[ROWS].run(rows, self._device_pages(layer))
+            self.decode_host(layer, rows, scale)
+            self.decode_merge(state, whole)
+            out.copy_(whole[: len(out)])
+
+    return {"eager": Eager, "graphs": Graphed}
+
+
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rows, torch.full((ROWS - len(rows), *rows.shape[1:]), torch.nan)))
 
 
 def at_address(address, shape, _, dtype) -> torch.Tensor:
@@ -165,8 +196,16 @@ def synchronize() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("device_pages", [0, 7])
-@pytest.mark.parametrize("steals", [False, True])
-def test_random_traffic_is_exact(cuda: ModuleType, share: float, device_pages: int, steals: bool) -> None:
+@pytest.mark.parametrize(("steals", "form"), [(False, "eager"), (True, "eager"), (True, "graphs")])
+def test_random_traffic_is_exact(
+    cuda: ModuleType,
+    share: float,
+    device_pages: int,
+    steals: bool,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulation, "make_executor", lambda regions, _: executors(cuda)[form](regions))
     sim = Simulation(share=share, device_pages=device_pages, host_pages=40, seed=11, steals=steals)
     try:
         with mock.patch.object(sim, "_check_costs"):
