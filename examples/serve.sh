@@ -28,7 +28,8 @@ flags=(
   # "auto" is what SGLang would have given its own KV cache.
   --inplacekv-gpu-memory "${GPU_MEMORY:-auto}"
 
-  # Share of the host's tokens that the CPU attends, 0 to 1. "auto" is 0.5 in this version.
+  # Share of the host's tokens that the CPU attends, 0 to 1. "auto" starts from
+  # measured rates, or from 0.5 without a GPU, and follows what CPU and transfers are measured to take.
   --inplacekv-cpu-share auto
 
   # A page is what is allocated, flushed and shared; --chunked-prefill-size has to be a multiple of it.
