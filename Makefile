@@ -43,8 +43,9 @@ help:  ## list the targets
 demo: setup  ## run the demo on the CPU (sets everything up first)
 	$(PY) examples/demo.py
 
-test: setup  ## run all tests (sets everything up first); ARGS="-k name" narrows them
-	$(PY) -m pytest tests $(ARGS)
+TESTS ?= tests
+test: setup  ## run all tests (sets everything up first); TESTS=path and ARGS="-k name" narrow them
+	$(PY) -m pytest $(TESTS) $(ARGS)
 
 bench: $(STAMPS)/project  ## measure the attention kernels on this machine
 	$(PY) -m cpu_attn.bench $(ARGS)

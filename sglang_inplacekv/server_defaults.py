@@ -92,6 +92,8 @@ def prepare_server_args(args: Any) -> None:
 
 
 def _fill_for_cpu(args: Any) -> None:
+    if args.device is None:
+        args.device = "cpu"  # SGLang would look for an accelerator and end
     args.disable_overlap_schedule = True  # nothing to overlap with
     if args.cuda_graph_backend_decode is None:
         args.cuda_graph_backend_decode = "disabled"

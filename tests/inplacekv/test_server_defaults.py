@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.server_args import ServerArgs
@@ -46,6 +47,12 @@ def test_unset_flags_are_filled(model: Path) -> None:
     assert settings.disable_overlap_schedule is True
     graphs = settings.cuda_graph_config
     assert (graphs.decode.backend, graphs.prefill.backend) == ("disabled", "disabled")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="chooses the GPU")
+def test_without_a_gpu_the_device_is_the_cpu(model: Path) -> None:
+    """SGLang looks for an accelerator, and ends."""
+    assert resolving_view(resolve(model, device=None)).device == "cpu"
 
 
 def test_flags_that_were_set_are_kept(model: Path) -> None:
