@@ -46,7 +46,8 @@ class EndTrials:
         ends: shares that may be tried next.
         """
         if abs(tokens - self._tokens) > _SAME_TOKENS * self._tokens:
-            self._tokens, self._tries = tokens, False
+            self.break_off()
+            self._tokens = tokens
             self._recent.clear()
         if self._tries:
             self._note_trial(share, layer_s)
@@ -64,14 +65,22 @@ class EndTrials:
             self._trial, self._tries, self._times = others[self._turn % len(others)], True, []
             self._turn += 1
 
+    def break_off(self) -> None:
+        """The steps to come are not comparable with those before, or steps were not noted. A trial that is cut short was in
+        vain: else, where no trial comes to its end, the next one would begin at once."""
+        if self._tries:
+            self._end_in_vain()
+
+    def _end_in_vain(self) -> None:
+        self._tries, self._since, self._wait = False, 0, min(2 * self._wait, _MOST_WAIT)
+
     def _note_trial(self, share: float, layer_s: float) -> None:
         possible = self._trial is None or abs(share - self._trial) <= _SAME_SHARE
         self._times.append(layer_s)
         if possible and len(self._times) < _TRIAL_STEPS:
             return
-        self._tries, self._since = False, 0
         if possible and statistics.mean(self._times[1:]) < _BETTER * statistics.median(self._recent):
-            self._held, self._wait = self._trial, _FIRST_WAIT
+            self._held, self._tries, self._since, self._wait = self._trial, False, 0, _FIRST_WAIT
             self._recent.clear()
         else:
-            self._wait = min(2 * self._wait, _MOST_WAIT)
+            self._end_in_vain()

@@ -101,6 +101,8 @@ class RegionPool(KVCache):
     def _note_step(self, control: ShareController, now_s: float) -> None:
         """A decode begins. If the forward before was one too, this is how long it took."""
         if self._decode_began_s is None or self.plan is None:
+            # The decode before, if it was one of a trial, was not timed.
+            control.ends.break_off()
             return
         computed, tokens = self.plan.cpu_tokens, self.plan.cpu_tokens + self.plan.transfer_tokens
         if tokens:

@@ -80,6 +80,41 @@ def test_steps_of_other_lengths_are_not_compared() -> None:
     assert run(trials, fastest_at(-1.0, SHORT_S / 2), 3, tokens=TOKENS // 2) == [1.0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("steps", [3, 4, 5])
+@pytest.mark.parametrize("prefills", [False, True])
+def test_trials_that_are_cut_short_are_in_vain(steps: int, prefills: bool) -> None:
+    """Be it by other tokens or by prefills: none comes to its end, and fewer and fewer begin."""
+    trials, tried, tokens = EndTrials(), [], TOKENS
+    for _ in range(2000 // steps):
+        tried += [share != 0.5 for share in run(trials, lambda share: SHORT_S, steps, tokens=tokens)]
+        if prefills:
+            tried.append(trials.share is not None)  # the step that is not timed
+            trials.break_off()
+            assert trials.share is None
+        else:
+            tokens = 3 * TOKENS - tokens
+    assert 0 < sum(tried[:1000]) < 30 and sum(tried[1000:]) < 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_trial_ends_whatever_happens(seed: int) -> None:
+    draw, trials = random.Random(seed), EndTrials()
+    possible, asked = draw.choice([(0.0, 1.0), (1.0,), (0.0,), ()]), 0
+    for _ in range(3000):
+        wanted, share = trials.share, draw.random()
+        if wanted in possible:
+            share = wanted
+        event = draw.random()
+        if event < 0.05:
+            trials.break_off()
+        tokens = draw.choice([TOKENS, 2 * TOKENS]) if event > 0.9 else TOKENS
+        held, tries = trials._held, trials._tries
+        trials.note(share, tokens, SHORT_S * draw.uniform(0.5, 1.4), possible)
+        asked = asked + 1 if tries and trials._tries else 0
+        assert asked < 3
+        assert trials._held in (held, wanted, None) and trials._held in (None, *possible)
+
+
 @pytest.mark.parametrize("slow", ["cpu", "transfer"])
 def test_an_end_that_would_take_too_long_by_its_line_is_not_tried(slow: str) -> None:
     sides = {"cpu": Line(0.0, 1e-7), "transfer": Line(0.0, 1e-7)}

@@ -188,6 +188,7 @@ class EveryOther:
 
     def __init__(self) -> None:
         self.noted: list[tuple[float, float]] = []
+        self.broken_off = 0
 
     @property
     def share(self) -> float | None:
@@ -195,6 +196,9 @@ class EveryOther:
 
     def note(self, share: float, tokens: int, layer_s: float, ends: Collection[float]) -> None:
         self.noted.append((share, layer_s))
+
+    def break_off(self) -> None:
+        self.broken_off += 1
 
 
 @KINDS
@@ -205,6 +209,7 @@ def test_a_step_that_attends_another_share_than_the_target(kind):
         ends = runner.kv_pool._control.ends = EveryOther()
         compare(expected, runner.generate(batch), tolerance=TOLERANCE)
         shares = [share for share, _ in ends.noted]
+        assert ends.broken_off, "the first decode after a prefill"
         assert set(shares[1::2]) == {1.0} and min(shares[::2]) < 1.0
         assert all(layer_s > 0 for _, layer_s in ends.noted)
         assert_all_returned(runner)
