@@ -53,7 +53,7 @@ class Decoder(ABC):
         if self.control is not None:
             self.control.observe(self._take_costs())
             self.scope.target_share = self.control.share(self._host_tokens())
-            self.scope.step_share = self.control.ends.share
+            self.scope.step_share = self.control.step_share
         computed, stolen, streamed = self._attend()
         seconds, tokens = self._now_s() - begun_s, computed + stolen + streamed
         share = (computed + stolen) / tokens

@@ -141,6 +141,14 @@ class ShareController:
                 end for end, end_s in zip((1.0, 0.0), ends, strict=True) if end_s <= _WORTH_A_TRIAL * layer_s
             ]
             self.ends.note(share, host_tokens, layer_s, worth if layer_s > _EXPLAINED * known else ())
+        else:
+            self.ends.break_off()
+
+    @property
+    def step_share(self) -> float | None:
+        """What the next step should attend instead of `share`; None: nothing else. An end that is held leaves a side idle: it
+        steps back while that side is measured anew."""
+        return None if self._lines is None else self.ends.share
 
     def share(self, host_tokens: int) -> float:
         """The target for a step that reads so many host tokens a layer."""

@@ -91,7 +91,7 @@ class RegionPool(KVCache):
         if is_decode and self._control is not None:
             self._note_step(self._control, began_s)
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
-            self.regions.scope.step_share = self._control.ends.share
+            self.regions.scope.step_share = self._control.step_share
         self.plan = self.planner.build(spans, is_decode)
         self._decode_began_s = began_s if is_decode else None
         self._start(self.plan, graph_rows)

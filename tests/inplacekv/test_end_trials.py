@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang_inplacekv.end_trials import EndTrials
-from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.feedback import Costs, ShareController
 from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.write_scope import WriteScope
 
@@ -113,6 +113,37 @@ def test_a_trial_ends_whatever_happens(seed: int) -> None:
         asked = asked + 1 if tries and trials._tries else 0
         assert asked < 3
         assert trials._held in (held, wanted, None) and trials._held in (None, *possible)
+
+
+@pytest.mark.parametrize("idle", ["cpu", "transfer"])
+def test_a_side_that_idles_behind_an_end_is_measured_anew(idle: str) -> None:
+    """An end that is held through the time after which its other side counts as unknown is left again as others are."""
+    layers, token_s, end = 24, 5e-8, 0.0 if idle == "cpu" else 1.0
+    control, unknown, shares = ShareController(0.5, 20e-6), [], []
+    for step in range(6000):
+        tokens = TOKENS if step < 4000 else 32 * TOKENS
+        lines = control.share(tokens)
+        share = lines if control.step_share is None else control.step_share
+        computed = round(share * tokens)
+        crossed = tokens - computed
+        control.observe(
+            Costs(
+                cpu_s=layers * token_s * computed,
+                cpu_tokens=layers * computed,
+                answers=layers if computed else 0,
+                between_s=(layers - 1) * 20e-6 if computed else 0.0,
+                betweens=layers - 1 if computed else 0,
+                transfer_s=layers * token_s * crossed,
+                transfer_tokens=layers * crossed,
+            )
+        )
+        short_s = SHORT_S * (0.7 if share == end else 1.0)
+        control.note_step(share, tokens, max(short_s, token_s * computed, token_s * crossed))
+        unknown.append(control.cpu is None or control.transfer is None)
+        shares.append(share)
+    assert sum(unknown[1000:4000]), "the other side was given up for a while"
+    assert sum(share == end for share in shares[1000:4000]) > 2800 and sum(unknown) < 100
+    assert min(shares[-1000:]) > 0.4 and max(shares[-1000:]) < 0.6
 
 
 @pytest.mark.parametrize("slow", ["cpu", "transfer"])
