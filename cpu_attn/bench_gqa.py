@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from cpu_attn.bench_ggml import GgmlAttention
-from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, decodes, in_a_row, page_table, random_sets, spread
+from cpu_attn.bench_inputs import (
+    MODELS,
+    WAIT_S,
+    Model,
+    decodes,
+    in_a_row,
+    page_table,
+    random_sets,
+    some,
+    spread,
+)
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedKV
 
@@ -149,7 +159,7 @@ def run(executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> Non
     if not arguments.no_sdpa:
         torch.set_num_threads(arguments.threads)
     ggml = GgmlAttention(arguments.threads) if arguments.ggml else None
-    for case in cases(arguments):
+    for case in some(cases(arguments), f"--max-tokens {arguments.max_tokens}"):
         print(report(case, len(probe), measure(case, executor, probe, arguments, ggml)), flush=True)
     if ggml is not None:
         ggml.close()

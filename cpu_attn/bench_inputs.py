@@ -2,8 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedKV, PagedLatent, PageTable
 from cpu_attn.probe import huge_buffer
 
+T = TypeVar("T")
 WAIT_S = 120.0
 COLD_BYTES = 512 << 20  # rotate over at least this much KV, beyond any cache
 IN_A_ROW = 4
@@ -64,6 +66,14 @@ def decodes(
         return job.seconds
 
     return decode
+
+
+def some(cases: Iterable[T], limit: str) -> list[T]:
+    """`cases`; a line tells where `limit` leaves none."""
+    found = list(cases)
+    if not found:
+        print(f"no case within {limit}", flush=True)
+    return found
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

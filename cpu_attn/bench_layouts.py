@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, fill_random, page_table, paged_kv_of, spread
+from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, fill_random, page_table, paged_kv_of, some, spread
 from cpu_attn.bench_mla import LORA_RANK, ROW_BYTES, WIDTH
 from cpu_attn.decode import DecodeArguments
 from cpu_attn.executor import Executor
@@ -205,5 +205,6 @@ def cases(page_size: int, layout_bytes: int) -> Iterator[Case]:
 
 def run(executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> None:
     print(f"layouts, {arguments.layout_mib} MiB in each kind of memory, pinned by {pin_method()}")
-    for case in cases(arguments.page_size, arguments.layout_mib << 20):
+    limit = f"--layout-mib {arguments.layout_mib}"
+    for case in some(cases(arguments.page_size, arguments.layout_mib << 20), limit):
         print(measure(case, executor, arguments.layout_mib << 20, arguments.rounds), flush=True)

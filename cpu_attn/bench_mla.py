@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_attn.bench_inputs import WAIT_S, decodes, in_a_row, page_table, random_sets, spread
+from cpu_attn.bench_inputs import WAIT_S, decodes, in_a_row, page_table, random_sets, some, spread
 from cpu_attn.executor import Executor
 from cpu_attn.paged import PagedLatent
 from cpu_attn.probe import Multiplier
@@ -95,5 +95,5 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def run(executor: Executor, probe: Tensor, arguments: argparse.Namespace) -> None:
-    for case in cases(arguments):
+    for case in some(cases(arguments), f"--max-mla-tokens {arguments.max_mla_tokens}"):
         print(report(case, len(probe), measure(case, executor, probe, arguments)), flush=True)

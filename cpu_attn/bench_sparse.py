@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, fill_random, page_table, paged_kv_of, spread
+from cpu_attn.bench_inputs import MODELS, WAIT_S, Model, fill_random, page_table, paged_kv_of, some, spread
 from cpu_attn.decode import DecodeArguments
 from cpu_attn.executor import Executor, Job
 from cpu_attn.paged import BlockTable, PagedKV, PagedLatent, PageTable
@@ -152,8 +152,13 @@ def block_cases(model: Model, pool_bytes: int, page_size: int) -> Iterator[Case]
 
 def run_blocks(host: Host, page_size: int) -> None:
     for model in MODELS:
-        kv = paged_kv_of(host.pool, torch.bfloat16, model.kv_heads, page_size, model.head_dim)
-        for case in block_cases(model, len(host.pool), page_size):
+        page_bytes = page_size * model.token_bytes
+        whole = host.pool[: len(host.pool) // page_bytes * page_bytes]
+        cases = some(block_cases(model, len(whole), page_size), f"a pool of {len(whole)} bytes, {model.name}")
+        if not cases:
+            continue
+        kv = paged_kv_of(whole, torch.bfloat16, model.kv_heads, page_size, model.head_dim)
+        for case in cases:
             table = page_table(case.batch, case.context, page_size)
             q = torch.randn(case.batch, model.q_heads, model.head_dim).bfloat16()
             print(report(case, len(host.probe), host.measure(case, kv, table, q)), flush=True)

@@ -1,5 +1,6 @@
 """python -m cpu_attn.bench over small sizes: every section runs, and its lines can be read. No time is checked."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -42,6 +43,52 @@ def test_gqa(run) -> None:
     )
     assert count(lines, shares) == 4  # two models, two layouts
     assert count(lines, "an empty job") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--threads 0", "--threads must be 1 to 1024, is 0"),
+        ("--threads 2 --cores 0", "--threads 2 need as many --cores, got 1"),
+        ("--cores 0,0", "argument --cores: 0,0 has a core twice"),
+        ("--cores 0,x", "argument --cores: '0,x' is no list such as 0,2,4"),
+        ("--cores 99999", "argument --cores: [99999] are outside the affinity of this process"),
+        ("--page-size 48", "argument --page-size: 48 is no power of two up to 2048"),
+        ("--page-size 4096", "argument --page-size: 4096 is no power of two up to 2048"),
+        ("--probe-mib 0", "argument --probe-mib: 0 is not positive"),
+        ("--pool-mib -1", "argument --pool-mib: -1 is not positive"),
+        ("--mla-heads 0", "argument --mla-heads: 0 is not positive"),
+        ("--rounds 4", "--rounds must be at least 5"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: str, line: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(SystemExit):
+        bench.parse(options.split())
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {line}")
+
+
+def test_as_many_threads_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert bench.parse(["--cores", "2,0,1"]).threads == 3
+    assert bench.parse([]).threads == bench.team_size()
+
+
+@pytest.mark.parametrize(
+    ("section", "limit"),
+    [("gqa", "--max-tokens 2047"), ("mla", "--max-mla-tokens 0"), ("layouts", "--layout-mib 1")],
+)
+def test_a_section_without_a_case_says_so(run, section: str, limit: str) -> None:
+    assert run(section, *limit.split())[-1] == f"no case within {limit}"
+
+
+def test_a_pool_smaller_than_a_page(run) -> None:
+    """Mixtral's, of 8 MiB; entries' pages are smaller."""
+    lines = run("sparse", "--pool-mib", "7", "--page-size", "2048")
+    assert "no case within a pool of 0 bytes, Mixtral-8x7B" in lines
+    assert count(lines, "entries") == 3
 
 
 def test_ggml_attends_as_we_do() -> None:
