@@ -66,9 +66,12 @@ class LinkHog:
 
 @contextmanager
 def cpu_hog(cores: Sequence[int]) -> Iterator[None]:
-    """A process on each of `cores` that reads memory without a pause."""
-    with _working([[_READER, str(core), str(_READ_BYTES)] for core in cores]):
+    """A process on each of `cores` that reads memory without a pause. RuntimeError if one has ended when the context does."""
+    with _working([[_READER, str(core), str(_READ_BYTES)] for core in cores]) as readers:
         yield
+        ended = [reader.returncode for reader in readers if reader.poll() is not None]
+    if ended:
+        raise RuntimeError(f"{len(ended)} of {len(readers)} CPU hogs ended with {ended}")
 
 
 @contextmanager

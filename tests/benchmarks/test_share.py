@@ -177,6 +177,14 @@ def test_a_link_hog_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
+def test_a_cpu_hog_that_ends_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured meanwhile was measured without it."""
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    monkeypatch.setattr(hogs, "_READER", "print('works', flush=True); raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match=r"1 of 1 CPU hogs ended with \[3\]"), cpu_hog(cores):
+        time.sleep(1.0)
+
+
 def test_a_link_hog_that_does_not_end_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hogs, "_COPIER", "import time; print('works', flush=True); time.sleep(60)")
     monkeypatch.setattr(hogs, "_END_S", 1.0)
