@@ -27,11 +27,20 @@ _WORD = torch.int64  # rows are copied in words; the packed ones, 584 bytes, are
 
 @dataclass(frozen=True)
 class Homes:
-    """Entries of a layer in host memory: entry e of request b is row pages[b, e // page_rows] * page_rows + e % page_rows."""
+    """Entries of a layer in host memory: entry e of request b is row pages[b, e // page_rows] * page_rows + e % page_rows.
+
+    Raises ValueError where tensors are of another form: the kernels read them by their addresses.
+    """
 
     rows: torch.Tensor  # [rows, row] as the device reads them, contiguous
-    pages: torch.Tensor  # int32 [batch, pages], on the device
+    pages: torch.Tensor  # int32 [batch, pages], on the device, contiguous
     page_rows: int
+
+    def __post_init__(self) -> None:
+        if self.page_rows < 1:
+            raise ValueError(f"pages of {self.page_rows} rows")
+        check_matrix("home rows", self.rows)
+        check_matrix("pages", self.pages, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,15 @@ class Counts:
     listed: int
     missed: int
     computed: int  # of these, left to the CPU
+
+
+def check_matrix(what: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """ValueError unless `tensor` is contiguous and has two dimensions and, if one is given, this dtype."""
+    if tensor.dim() != 2 or not tensor.is_contiguous() or (dtype is not None and tensor.dtype != dtype):
+        wanted = "two contiguous dimensions" + (f" of {dtype}" if dtype else "")
+        raise ValueError(
+            f"{what} {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}: {wanted} are needed"
+        )
 
 
 def cpu_counts(policy: Policy, listed: int, heads: int, width: int, row_bytes: int) -> torch.Tensor:
@@ -217,14 +235,21 @@ class HotRows:
         *,
         behind: bool = True,
     ) -> None:
+        if min(batch, entries, listed) < 1:
+            raise ValueError(f"{batch} requests of {entries} entries, {listed} listed: at least one of each")
         if not listed <= capacity <= _MOST_ROWS:
             raise ValueError(
                 f"a hot set of {capacity} rows for lists of {listed}: possible are {listed} to {_MOST_ROWS}"
             )
         if len(shares) != listed + 1:
             raise ValueError(f"shares of up to {len(shares) - 1} missed entries for lists of {listed}")
+        if shares.dtype != torch.int32 or any(
+            not 0 <= own <= missed for missed, own in enumerate(shares.tolist())
+        ):
+            raise ValueError(f"shares {shares.tolist()} {shares.dtype}: int32, of 0, 1, .. missed entries")
+        check_matrix("a pool", pool)
         end_row = first_row + batch * capacity
-        if end_row > len(pool):
+        if first_row < 0 or end_row > len(pool):
             raise ValueError(f"rows {first_row} .. {end_row} in a pool of {len(pool)} rows")
         if pool.shape[1] * pool.itemsize % _WORD.itemsize:
             raise ValueError(
@@ -298,6 +323,11 @@ class HotRows:
         words = homes.rows.view(_WORD)
         if words.shape[1] != self._rows.shape[1]:
             raise ValueError(f"home rows of {words.shape[1]} words, hot ones of {self._rows.shape[1]}")
+        least = -(-self._entries // homes.page_rows)
+        if homes.pages.shape[0] != self._batch or homes.pages.shape[1] < least:
+            raise ValueError(
+                f"pages {tuple(homes.pages.shape)}: {self._batch} requests of {self._entries} entries have {least} each"
+            )
         # A warp a row: the link is kept busy by many rows at once, not by any one.
         _fetch[(self.listed, self._batch)](
             words, homes.pages, self._missed, self._targets, self._counts, self._rows, self.capacity, self.listed,

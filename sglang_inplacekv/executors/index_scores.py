@@ -41,8 +41,15 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
     queries [batch, heads, dim] rotated and keys [batch, entries, dim] of one dtype, weights fp32 [batch, heads] with the scales
     in them, all contiguous; heads and dim are powers of two of 16 at least. Sums in fp32. Raises ValueError on other shapes.
     """
+    if (queries.dim(), weights.dim(), keys.dim()) != (3, 2, 3):
+        raise ValueError(
+            f"queries {tuple(queries.shape)}, weights {tuple(weights.shape)} and keys {tuple(keys.shape)}: 3, 2 and 3 "
+            "dimensions are needed"
+        )
     batch, heads, dim = queries.shape
     entries = keys.shape[1]
+    if not queries.dtype.is_floating_point or weights.dtype != torch.float32:
+        raise ValueError(f"queries of {queries.dtype} and weights of {weights.dtype}, which must be fp32")
     if heads & (heads - 1) or dim & (dim - 1) or min(heads, dim) < 16:
         raise ValueError(f"{heads} index heads of {dim}: both must be powers of two of at least 16")
     if keys.shape != (batch, entries, dim) or weights.shape != (batch, heads) or keys.dtype != queries.dtype:
@@ -68,5 +75,10 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
 
 
 def best_entries(scores: torch.Tensor, out: torch.Tensor) -> None:
-    """Into out int32 [batch, k] the k best of each request, in no order; of equal scores any. Nothing waits for the GPU."""
+    """Into out int32 [batch, k] the k best of each request, in no order; of equal scores any. Nothing waits for the GPU.
+
+    Raises ValueError on another `out`.
+    """
+    if out.dtype != torch.int32 or len(out) != len(scores) or out.shape[1] > scores.shape[1]:
+        raise ValueError(f"the best of scores {tuple(scores.shape)} into {tuple(out.shape)} {out.dtype}")
     out.copy_(scores.topk(out.shape[1], -1, sorted=False).indices)

@@ -25,8 +25,8 @@ def pack(rows: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError on another width.
     """
-    if rows.shape[-1] != WIDTH:
-        raise ValueError(f"rows of {rows.shape[-1]} channels, packed ones have {WIDTH}")
+    if rows.dim() != 2 or rows.shape[1] != WIDTH:
+        raise ValueError(f"rows {tuple(rows.shape)}: packed ones have {WIDTH} channels")
     blocks = rows[:, :CODED].float().view(-1, _BLOCKS, BLOCK)
     fraction, power = torch.frexp(blocks.abs().amax(-1).clamp(min=_LEAST) / _LARGEST)
     power = torch.where(fraction == 0.5, power - 1, power)  # a power of two itself needs no more
@@ -39,9 +39,12 @@ def pack(rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, 584] to bf16 [n, 512], which holds every value that e4m3 and a power of two can make."""
-    if packed.shape[-1] != ROW_BYTES:
-        raise ValueError(f"packed rows of {packed.shape[-1]} bytes, not {ROW_BYTES}")
+    """uint8 [n, 584] to bf16 [n, 512], which holds every value that e4m3 and a power of two can make.
+
+    Raises ValueError on other rows.
+    """
+    if packed.dim() != 2 or packed.shape[1] != ROW_BYTES or packed.dtype != torch.uint8:
+        raise ValueError(f"packed rows {tuple(packed.shape)} {packed.dtype}, not of {ROW_BYTES} bytes")
     coded = packed[:, :CODED].contiguous().view(torch.float8_e4m3fn).float().view(-1, _BLOCKS, BLOCK)
     power = packed[:, _POWERS : _POWERS + _BLOCKS].int() - 127
     values = torch.ldexp(coded, power.unsqueeze(-1)).flatten(1).bfloat16()

@@ -172,8 +172,20 @@ def attend_listed(
     """Attend q [tokens, heads, width] to the rows of pool [rows, width] that slots [tokens, listed] int32 names, -1 for none.
 
     width is a power of two; q and pool are of one dtype, or q is bf16 and pool packed rows, uint8 [rows, 584]. Returns
-    (out [tokens, heads, width], lse [tokens, heads]), both fp32; no row at all gives zeros and -inf.
+    (out [tokens, heads, width], lse [tokens, heads]), both fp32; no row at all gives zeros and -inf. Raises ValueError on
+    other shapes and dtypes.
     """
+    if (
+        q.dim() != 3
+        or pool.dim() != 2
+        or slots.dim() != 2
+        or len(slots) != len(q)
+        or slots.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"q {tuple(q.shape)}, pool {tuple(pool.shape)} and slots {tuple(slots.shape)} {slots.dtype}: slots must be int32, "
+            "a list for each of q's tokens"
+        )
     tokens, heads, width = q.shape
     listed = slots.shape[1]
     packed = pool.dtype == torch.uint8

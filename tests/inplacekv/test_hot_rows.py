@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_inplacekv.executors.hot_rows import HotRows, cpu_counts
+from sglang_inplacekv.executors.hot_rows import Homes, HotRows, cpu_counts
 from sglang_inplacekv.mapped import mapped_tensor
 from sparse_attn.traffic import Policy
 from tests.inplacekv import hot_rows_checks as checks
@@ -26,6 +26,16 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         HotRows(pool, 0, 2, 16, 100, 12, shares)
     with pytest.raises(ValueError, match="rows of 12 bytes: a multiple of 8"):
         HotRows(torch.zeros(40, 3), 0, 2, 16, 100, 16, shares)
+    with pytest.raises(ValueError, match="rows -1 .. 31 in a pool"):
+        HotRows(pool, -1, 2, 16, 100, 16, shares)
+    with pytest.raises(ValueError, match="0 requests of 100 entries, 16 listed: at least one"):
+        HotRows(pool, 0, 0, 16, 100, 16, shares)
+    for wrong in (shares.long(), shares - 1, shares + 1):
+        with pytest.raises(ValueError, match="shares .*: int32, of 0, 1, .. missed entries"):
+            HotRows(pool, 0, 2, 16, 100, 16, wrong)
+    for other in (torch.zeros(64, 40).mT, torch.zeros(40, 1, 64), torch.zeros(40, 128)[:, :64]):
+        with pytest.raises(ValueError, match="a pool .* two contiguous dimensions are needed"):
+            HotRows(other, 0, 2, 16, 100, 16, shares)
     hot = HotRows(pool, 8, 2, 16, 100, 16, shares)
     # 16 rows of 256 bytes a request. A request: 100 + 4 x 16 slots, 4 x 16 of a list, a step, counts and totals.
     assert hot.nbytes == 2 * (16 * 256 + 4 * (164 + 64 + 1 + 3) + 8 * 3) + 4 * 17
@@ -38,6 +48,35 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             hot.place(*wrong)
+
+
+def test_homes_that_do_not_fit_are_refused() -> None:
+    """The kernels read them by their addresses, wherever those lead."""
+    rows, pages = torch.zeros(208, 64), torch.zeros(2, 13, dtype=torch.int32)
+    for wrong, message in (
+        ((rows, pages, 0), "pages of 0 rows"),
+        (
+            (rows.mT, pages, 8),
+            r"home rows \(64, 208\) torch.float32, strides \(1, 64\): two contiguous dimensions",
+        ),
+        ((rows[:, ::2], pages, 8), "home rows"),
+        ((rows, pages.long(), 8), "pages .*two contiguous dimensions of torch.int32"),
+        ((rows, pages[0], 8), "pages"),
+        ((rows, pages.mT, 8), "pages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Homes(*wrong)
+    hot = HotRows(torch.zeros(40, 64), 0, 2, 16, 100, 16, cpu_counts(Policy.fetch(), 16, 4, 64, 256))
+    for wrong, message in (
+        (Homes(rows[:, :32].contiguous(), pages, 8), "home rows of 16 words, hot ones of 32"),
+        (Homes(rows, pages[:1], 8), r"pages \(1, 13\): 2 requests of 100 entries have 13 each"),
+        (
+            Homes(rows, pages[:, :12].contiguous(), 8),
+            r"pages \(2, 12\): 2 requests of 100 entries have 13 each",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hot.fetch(wrong)
 
 
 def test_the_cpu_gets_what_the_policy_says() -> None:

@@ -23,10 +23,30 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.ones(1, 2, 64), torch.ones(5, 64).bfloat16(), "does not fit"),
         (torch.ones(1, 2, 512), torch.zeros(5, 584, dtype=torch.uint8), "does not fit"),
         (torch.ones(1, 2, 512).bfloat16(), torch.zeros(5, 576, dtype=torch.uint8), "does not fit"),
-        (torch.ones(2, 2, 64).transpose(0, 1), torch.ones(5, 64), "contiguous"),
+        (torch.ones(1, 64, 2).mT, torch.ones(5, 64), "contiguous"),
+        (
+            torch.ones(2, 2, 64),
+            torch.ones(5, 64),
+            r"slots \(1, 3\) torch.int32: slots must be int32, a list for",
+        ),
+        (torch.ones(2, 64), torch.ones(5, 64), "slots must be"),
+        (torch.ones(1, 2, 64), torch.ones(5, 1, 64), "slots must be"),
     ):
         with pytest.raises(ValueError, match=message):
             attend_listed(q, pool, slots, 1.0)
+    for wrong in (slots.long(), slots.float(), slots[0], slots.repeat(2, 1)):
+        with pytest.raises(ValueError, match="slots must be int32, a list for each of q's tokens"):
+            attend_listed(torch.ones(1, 2, 64), torch.ones(5, 64), wrong, 1.0)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3, 511), torch.zeros(512), torch.zeros(1, 3, 512)])
+def test_other_rows_are_not_packed(rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="packed ones have 512 channels"):
+        pack(rows)
+    with pytest.raises(ValueError, match="not of 584 bytes"):
+        unpack(torch.zeros(3, 584))
+    with pytest.raises(ValueError, match="not of 584 bytes"):
+        unpack(torch.zeros(584, dtype=torch.uint8))
 
 
 def test_a_list_is_split_for_the_processors_there_are() -> None:
@@ -54,9 +74,9 @@ def test_packed_rows_are_e4m3_and_a_power_of_two() -> None:
     largest = blocks.abs().amax(-1, keepdim=True)
     assert ((found - blocks).abs() <= torch.maximum(2**-4 * blocks.abs(), largest * 2 / 448 * 2**-10)).all()
     assert torch.equal(unpack(pack(back)).float(), back), "what is packed again does not change"
-    with pytest.raises(ValueError, match="64 channels"):
+    with pytest.raises(ValueError, match=r"rows \(50, 64\)"):
         pack(rows[:, :64])
-    with pytest.raises(ValueError, match="576 bytes"):
+    with pytest.raises(ValueError, match=r"packed rows \(50, 576\)"):
         unpack(packed[:, :576])
 
 
