@@ -10,10 +10,8 @@ from collections.abc import Collection
 _SHORT_LAYER_S = 0.6e-3
 _TRIAL_STEPS = 3  # the first of them plans anew and does not count
 _RECENT_STEPS = 8
-_FIRST_WAIT, _MOST_WAIT = (
-    8,
-    1024,
-)  # steps from one trial to the next: twice as many after each that was in vain
+# Steps from one trial to the next: twice as many after each that was in vain.
+_FIRST_WAIT, _MOST_WAIT = 8, 1024
 _BETTER = 0.97  # of the time before
 _SAME_SHARE = 0.02
 _SAME_TOKENS = 0.1  # times of steps that differ by more of their tokens are not compared

@@ -210,18 +210,13 @@ class CudaExecutor(Executor):
         answer, so there the answer is collected first; the last layer's is collected at once.
         """
         forward = self._forward
-        signal = hand.expect_answer(current)
-        try:
+        with hand.answer(current) as signal:
             self._collect_answer()
             hand.await_q()
             if not forward.padded:
                 hand.clear_padding(forward.rows, forward.plan.tokens)
                 forward.padded = True
             forward.answer = layer, self.regions.team.submit_arguments(arguments, signal)
-        except BaseException:
-            # Nothing else would wake the GPU, and whoever handles the error may wait for it.
-            hand.give_up(signal)
-            raise
         if layer == self.regions.shape.layers - 1:
             self._collect_answer()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from cpu_attn import Signal
@@ -45,16 +48,21 @@ class HandOver:
         """Wait until the q that was sent has arrived."""
         self._sent.synchronize()
 
-    def expect_answer(self, current: torch.cuda.Stream) -> Signal:
-        """Make the current stream wait for a job that is given this signal, or for `give_up`. One of them has to come."""
+    @contextmanager
+    def answer(self, current: torch.cuda.Stream) -> Iterator[Signal]:
+        """Make the current stream wait for the job that is submitted with this signal, inside.
+
+        After an error none is: the GPU goes on, whatever it then reads. Nothing else would wake it, and whoever handles the
+        error may wait for it.
+        """
         self._answers += 1
         value = (self._answers + 2**31) % 2**32 - 2**31
         wait_for_value(current, self._flag, value)
-        return Signal(self._flag, value)
-
-    def give_up(self, signal: Signal) -> None:
-        """No job will raise `signal`: let the GPU go on, whatever it then reads."""
-        self._flag[0] = signal.value
+        try:
+            yield Signal(self._flag, value)
+        except BaseException:
+            self._flag[0] = value
+            raise
 
     def transferred(self, rows: int) -> State:
         return self._out[:rows], self._lse[:rows]

@@ -78,16 +78,11 @@ class ListedCpu:
 
     def begin(self) -> None:
         assert self._arguments is not None, "nothing was sent"
-        signal = self._hand.expect_answer(torch.cuda.current_stream())
-        try:
+        with self._hand.answer(torch.cuda.current_stream()) as signal:
             # The answer before is as good as there; whether it failed is still to be asked.
             self.finish()
             self._hand.await_q()
             self._job = self._team.submit_arguments(self._arguments, signal)
-        except BaseException:
-            # Nothing else would wake the GPU, and whoever handles the error may wait for it.
-            self._hand.give_up(signal)
-            raise
 
     def finish(self) -> None:
         """Collect the step before, if it was not. RuntimeError or ValueError of the team, TimeoutError."""

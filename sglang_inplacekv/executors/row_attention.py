@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from sglang_inplacekv.executors import packed_rows
+from sparse_attn.attend import LOG2E
 
 _HEADS, _ROWS = 16, 32  # of a product: the least that tensor cores take, and rows that fit beside it
 _JOINED = 16  # states of one head that are read at once
 _COLUMNS = 128  # of a head's output, by one program
-_LOG2_E = 1.4426950408889634
 _NO_GPU = 20  # processors of Triton's interpreter: some lists are then split, as on a GPU
 
 
@@ -204,7 +204,7 @@ def attend_listed(
     coded, row_bytes = (packed_rows.CODED, packed_rows.ROW_BYTES) if packed else (0, 0)
     _attend[(tokens, blocks, splits)](
         q, pool, pool.view(torch.bfloat16) if packed else pool, slots, parts, part_lse, heads, listed, split_rows,
-        scale * _LOG2_E, WIDTH=width, HEADS=_HEADS, ROWS=_ROWS, CODED=coded, BYTES=row_bytes, WIDEN=not q.is_cuda,
+        scale * LOG2E, WIDTH=width, HEADS=_HEADS, ROWS=_ROWS, CODED=coded, BYTES=row_bytes, WIDEN=not q.is_cuda,
         num_stages=2 if packed else 3,
     )  # fmt: skip
     if splits > 1:

@@ -35,6 +35,14 @@ RECORD_SHARE = 4  # one part in so many of the host budget is for tail records
 _TILE_PAGES = 1  # entries are gathered one by one: nothing is streamed
 
 
+def check_page_tokens(page_tokens: int) -> None:
+    """ConfigError unless no block of tokens crosses a page."""
+    if page_tokens % HCA_RATIO:
+        raise ConfigError(
+            f"--page-size: asked {page_tokens}, possible with DeepSeek-V4 are multiples of {HCA_RATIO}"
+        )
+
+
 @dataclass(frozen=True)
 class V4Layout:
     geometry: V4Geometry

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.models.deepseek_v4 import V4Geometry
-from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO, STOCK_ARCHITECTURE
+from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, STOCK_ARCHITECTURE
 from sglang_inplacekv.planning import dtype_of, load_config
-from sglang_inplacekv.v4.layout import V4Layout
+from sglang_inplacekv.v4.layout import V4Layout, check_page_tokens
 
 
 def read_layout(folder: Path, page_tokens: int) -> V4Layout | None:
@@ -22,10 +22,7 @@ def read_layout(folder: Path, page_tokens: int) -> V4Layout | None:
         geometry = V4Geometry.from_config(config)
     except (ValueError, TypeError, LookupError) as error:
         raise ConfigError(f"--model: its config.json has {error}") from None
-    if page_tokens % HCA_RATIO:
-        raise ConfigError(
-            f"--page-size: asked {page_tokens}, possible with DeepSeek-V4 are multiples of {HCA_RATIO}"
-        )
+    check_page_tokens(page_tokens)
     return V4Layout(geometry, dtype_of(config, config), page_tokens)
 
 

@@ -10,7 +10,7 @@ from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.models.deepseek_v4 import ARCHITECTURE, V4Geometry, override_args, read_config
 from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, HCA_RATIO
-from sglang_inplacekv.v4.layout import V4Layout
+from sglang_inplacekv.v4.layout import V4Layout, check_page_tokens
 
 # field -> what it must be: each of these would go round the model or its state.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -63,10 +63,7 @@ def prepare(args: Any) -> None:
 
 def check(settings: Any, model_config: Any) -> None:
     """Check resolved settings of a model that is_v4."""
-    if settings.page_size % HCA_RATIO:
-        raise ConfigError(
-            f"--page-size: asked {settings.page_size}, possible with DeepSeek-V4 are multiples of {HCA_RATIO}"
-        )
+    check_page_tokens(settings.page_size)
     geometry = V4Geometry.from_dict(model_config.hf_config.v4_geometry)
     if not settings.disable_radix_cache and geometry.sliding_window > settings.page_size:
         raise ConfigError(

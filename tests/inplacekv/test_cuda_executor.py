@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from sglang_inplacekv.executors import hand_over, merge_kernel
+from sparse_attn.attend import LOG2E
 from tests.inplacekv import fake_cuda, simulation
 from tests.inplacekv.fake_cuda import FakeStream
 from tests.inplacekv.simulation import Simulation
 
 ROWS, Q_HEADS = 6, 6  # of a captured decode; of the simulation
 OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "cuda")
-LOG2E = 1.4426950408889634
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple:

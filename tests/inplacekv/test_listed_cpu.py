@@ -67,12 +67,15 @@ def test_packed_rows_are_refused() -> None:
         HomeRows(torch.zeros(16, 584, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), 16, 16)
 
 
+def beside_a_gpu(team: cpu_attn.Executor, rows: torch.Tensor, pages: torch.Tensor) -> ListedCpu:
+    homes = HomeRows(rows, pages, PAGE, ENTRIES)
+    return ListedCpu(homes, team, HEADS, LISTED, SCALE, torch.bfloat16, timeout_s=20)
+
+
 @pytest.mark.gpu
 def test_beside_a_gpu(team: cpu_attn.Executor) -> None:
     rows, pages = rows_and_pages(torch.bfloat16)
-    listed = ListedCpu(
-        HomeRows(rows, pages, PAGE, ENTRIES), team, HEADS, LISTED, SCALE, torch.bfloat16, timeout_s=20
-    )
+    listed = beside_a_gpu(team, rows, pages)
     q = torch.empty(BATCH, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(BATCH, HEADS, WIDTH, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -91,10 +94,7 @@ def test_beside_a_gpu(team: cpu_attn.Executor) -> None:
 
 @pytest.mark.gpu
 def test_a_failure_is_told_and_the_gpu_goes_on(team: cpu_attn.Executor) -> None:
-    rows, pages = rows_and_pages(torch.bfloat16)
-    listed = ListedCpu(
-        HomeRows(rows, pages, PAGE, ENTRIES), team, HEADS, LISTED, SCALE, torch.bfloat16, timeout_s=20
-    )
+    listed = beside_a_gpu(team, *rows_and_pages(torch.bfloat16))
     q = torch.zeros(BATCH, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
     wrong = lists(0)
     wrong[0, 3] = ENTRIES
