@@ -38,9 +38,10 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         self.free_page_ids_group: list[torch.Tensor] = []
 
     def available_size(self) -> int:
-        return self.homes.free_pages * self.page_size
+        return (self.homes.free_pages + self._kvcache.freed.count) * self.page_size
 
     def get_all_free_pages(self) -> torch.Tensor:
+        self._kvcache.freed.wait()
         return torch.tensor(list(self.homes.all_free()), dtype=torch.int64, device=self.device)
 
     def merge_and_sort_free(self) -> None:
@@ -71,6 +72,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages = self._take(num_new_pages)
         if pages is None:
             return None
+        self._kvcache.page_lists.handed_out(self._taken)
         out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
         alloc_extend_naive(prefix_lens, seq_lens, last_loc, pages, out, self.page_size, self.device)
         return out
@@ -87,15 +89,18 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
 
     def _take(self, count: int) -> torch.Tensor | None:
         self._make_room_in_device(count)
+        if count > self.homes.free_pages:
+            self._kvcache.freed.wait()
         pages = self.homes.allocate(count)
         self._taken = pages or []
-        return None if pages is None else torch.tensor(pages, dtype=torch.int64, device=self.device)
+        if pages is None:
+            return None
+        # Nobody waits for the copy: it is queued behind the forward that runs.
+        ids = torch.tensor(pages, dtype=torch.int64, pin_memory=self._kvcache.on_gpu)
+        return ids.to(self.device, non_blocking=True)
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        # One copy to the host per finish or eviction: the lists live there.
-        pages = torch.cat(page_ids).tolist()
-        self.homes.free(pages)
-        self._kvcache.pages_freed(pages)
+        self._kvcache.free_pages(torch.cat(page_ids))
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
         """As SGLang: evict until `num_tokens` fit anywhere. Its figure is an over-estimate, so D is looked after when the
@@ -113,9 +118,12 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         wanted, and at most as much as D holds. The cap may be lost in the host alone: what AdmissionGate took for room
         is not reached then, and the new pages spill.
         """
+        pages = min(wanted_pages, self.homes.sizes.device_pages)
+        self._kvcache.freed.collect()
+        if pages > self.homes.device_free_pages:
+            self._kvcache.freed.wait()
         if self._tree_cache is None:
             return
-        pages = min(wanted_pages, self.homes.sizes.device_pages)
         cap_tokens = min(self.homes.sizes.device_pages, _EVICT_PAGES_PER_PAGE * pages) * self.page_size
         lost_tokens = 0
         while (
@@ -123,13 +131,25 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
             and lost_tokens < cap_tokens
             and self._kvcache.idle_device_pages() > 0
         ):
-            evicted = self._tree_cache.evict(
-                EvictParams(num_tokens=short * self.page_size)
-            ).num_tokens_evicted
+            evicted = self._evict(short)
             if evicted == 0:
                 break
+            self._kvcache.freed.wait()
             lost_tokens += evicted
-        self.homes.device_evicted_tokens += lost_tokens
+
+    def _evict(self, pages: int) -> int:
+        """Let the cache give up its least recently used `pages`, whole prefixes of them. Tokens that it has given up."""
+        assert self._tree_cache is not None
+        tokens = self._tree_cache.evict(EvictParams(num_tokens=pages * self.page_size)).num_tokens_evicted
+        self.homes.device_evicted_tokens += tokens
+        return tokens
+
+    def make_room_ahead(self, wanted_pages: int) -> None:
+        """Evict idle prefixes so that D holds `wanted_pages` soon, if that can be done without waiting."""
+        freed = self._kvcache.freed
+        short = wanted_pages - self.homes.device_free_pages - freed.count
+        if self._tree_cache is not None and 0 < short <= self._kvcache.surely_idle_device_pages():
+            self._evict(short)
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check asks here: whatever is wrong with homes and windows, as text."""

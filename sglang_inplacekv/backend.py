@@ -77,7 +77,14 @@ class InplaceAttnBackend(AttentionBackend):
             pages = self.pool.page_lists.of_decode(rids, forward_batch.req_pool_indices, lengths)
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            pages = self.pool.page_lists.of_extend(rids, forward_batch.req_pool_indices, lengths)
+            rows = forward_batch.req_pool_indices_cpu
+            pages = self.pool.page_lists.of_extend(
+                rids,
+                forward_batch.req_pool_indices,
+                prefixes,
+                lengths,
+                None if rows is None else rows.tolist(),
+            )
         else:
             raise RuntimeError(
                 f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"

@@ -14,6 +14,7 @@ from sglang_inplacekv.admission import Demand, Verdict, decide
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_inplacekv.pool import RegionPool
 
@@ -56,6 +57,27 @@ class AdmissionGate:
                 self._pool.page_lists.starts(self._prefix_ids(adder, req))
         return result
 
+    def make_room_ahead(self, scheduler: Scheduler) -> None:
+        """A pass of SGLang's is over, and its prefill about to be launched: evict what the next pass would evict.
+
+        Evicted only when their room is wanted, pages would have to be waited for: their ids lie on the device, behind the
+        prefill that runs, and the GPU would idle until the next one is ready. A request that the cache has a prefix of is left
+        to its own pass, which keeps that prefix.
+        """
+        going_on, queue = scheduler.chunked_req, scheduler.waiting_queue
+        if not self._pool.freed.travel or not (going_on or queue):
+            return
+        req = going_on or queue[0]
+        tokens = len(req.origin_input_ids) + len(req.output_ids)
+        if going_on:
+            tokens -= req.kv.kv_allocated_len
+        else:
+            req.init_next_round_input(scheduler.tree_cache)
+        if going_on or not req.prefix_len:
+            chunk = min(tokens, scheduler.chunked_prefill_size or tokens)
+            # And the page that its answer begins in.
+            scheduler.token_to_kv_pool_allocator.make_room_ahead(self._pages(chunk + 1))
+
     def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
         model = self._pool.step_model if self._policy == "auto" else None
         return decide(self._policy, self._demand(adder, req, model is not None), model)
@@ -64,6 +86,7 @@ class AdmissionGate:
         pool, sizes = self._pool, self._pool.regions.sizes
         new_pages = self._new_pages(req)
         running = [r for r in adder.running_batch.reqs if not r.finished()]
+        pool.freed.collect()
         room = pool.regions.homes.device_free_pages - sum(self._growth_pages(adder, r) for r in running)
         room -= sum(map(self._new_pages, adder.can_run_list))
         kept = host_pages = 0
@@ -115,10 +138,10 @@ class AdmissionGate:
         return self._read[1]
 
     def _evictable_pages(self, adder: PrefillAdder, req: Req, prefix: np.ndarray) -> int:
-        """Of D, with the request's own prefix kept."""
+        """Of D, with the request's own prefix kept; and what has been freed and not come back yet."""
         with adder._lock_node(req.last_node):
             evictable = adder.tree_cache.evictable_size() // self._pool.page_size
-        return min(evictable, self._pool.idle_device_pages(besides=prefix))
+        return min(evictable + self._pool.freed.count, self._pool.idle_device_pages(besides=prefix))
 
 
 def _answer_tokens(req: Req) -> int:

@@ -95,6 +95,12 @@ def _add_one_req(original, adder, req, *args, **kwargs):
     return gate.add_one_req(original, adder, req, *args, **kwargs)
 
 
+def _prefill_pass(result, scheduler, *_, **__):
+    if _selected() and result.batch_to_run is not None:
+        scheduler.token_to_kv_pool_allocator.get_kvcache().gate.make_room_ahead(scheduler)
+    return result
+
+
 def _fused_kv_store(original, forward_batch):
     if _selected():
         from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
@@ -214,6 +220,12 @@ HOOKS = (
         "SGLang starts a request as soon as the whole pool has room; only here are it and those that run both known",
     ),
     Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        HookType.AFTER,
+        _prefill_pass,
+        "room for the next prompt is made while this one's prefill runs; only here are a made pass and the queue both at hand",
+    ),
+    Hook(
         "sglang.srt.models.utils.enable_fused_set_kv_buffer",
         HookType.AROUND,
         _fused_kv_store,
@@ -303,6 +315,7 @@ _EXPECTED = {
     "_match_kv_cache": "sglang.srt.mem_cache.common.match_kv_cache",
     "_insert": "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
     "_add_one_req": "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+    "_prefill_pass": "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
     "_fused_kv_store": "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "_graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
     "_decode_graphs": "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",

@@ -1,9 +1,9 @@
 """Which pages each running request has, as the host knows it.
 
-SGLang keeps page ids on the device only. Reading them costs a synchronisation, which a decode step under the overlap schedule
-cannot afford, so they are read when they may have changed: at every extend, at the first decode after one, and after any page
-was freed (the prefix cache rewrites a row only to free what it replaces). In between a row grows by the pages that the
-allocator has just handed out, in the order of the batch.
+SGLang keeps page ids on the device only. Reading them waits for the forward before, and the GPU idles until the next one is
+launched. So they are read when they may be others than the host believes: where a request begins with a prefix from the cache,
+and after any page was freed (the prefix cache rewrites a row only to free what it replaces). In between a row consists of the
+pages that the allocator has handed out, in the order of the batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PageLists:
         self.frees = 0  # times that pages were freed
 
     def handed_out(self, pages: Sequence[int]) -> None:
-        """The allocator gave `pages` to the decode step that comes next."""
+        """The allocator gave `pages` to the forward that comes next."""
         self._handed_out = list(pages)
 
     def starts(self, pages: torch.Tensor) -> None:
@@ -54,12 +54,52 @@ class PageLists:
         self._handed_out, self._starting = [], []
         self.frees += 1
 
-    def of_extend(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
-        """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each."""
-        lists = self._read(index, lengths)
-        self._keep(rids, index, lengths, lists, current=False)
-        self._starting = []
+    def of_extend(
+        self,
+        rids: list[str],
+        index: torch.Tensor,
+        prefixes: list[int],
+        lengths: list[int],
+        rows: list[int] | None = None,
+    ) -> list[np.ndarray]:
+        """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each.
+
+        The forward extends them from `prefixes` tokens to `lengths`. `rows` are those of `index`, if the host knows them.
+        """
+        distinct = len(set(rids)) == len(rids)
+        rows = index.tolist() if rows is None else rows
+        lists = self._extended(rids, rows, prefixes, lengths) if distinct else None
+        self._handed_out, self._starting = [], []
+        if lists is None:
+            lists = self._read(index, lengths)
+        elif self._verify:
+            self._check(rids, lists, self._read(index, lengths))
+        self._keep(rids, rows, lengths, lists, current=distinct)
         return lists
+
+    def _extended(
+        self, rids: list[str], rows: list[int], prefixes: list[int], lengths: list[int]
+    ) -> list[np.ndarray] | None:
+        """What the requests must have after this extend, None if that cannot be told."""
+        lists, size, handed_out = [], self._page_size, 0
+        for rid, row, prefix, length in zip(rids, rows, prefixes, lengths, strict=True):
+            before = self._before(rid, row, prefix)
+            if before is None:
+                return None
+            count = -(-length // size) - len(before)
+            own = self._handed_out[handed_out : handed_out + count]
+            handed_out += count
+            lists.append(np.concatenate((before, np.array(own, dtype=np.int64))))
+        return lists if handed_out == len(self._handed_out) else None
+
+    def _before(self, rid: str, row: int, prefix: int) -> np.ndarray | None:
+        """Pages of the `prefix` tokens that a request had before an extend, None if that cannot be told."""
+        if prefix == 0:
+            return np.empty(0, dtype=np.int64)
+        known = self._known.get(rid)
+        if known is None or not known.current or (known.row, known.length) != (row, prefix):
+            return None
+        return known.pages if known.generation == self.generation(row) else None
 
     def of_decode(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """The same for a decode step, in which each request has grown by one token. May be asked twice in a step."""
@@ -69,7 +109,7 @@ class PageLists:
         self._handed_out = []
         if lists is None:
             lists = self._read(index, lengths)
-            self._keep(rids, index, lengths, lists, current=distinct)
+            self._keep(rids, index.tolist(), lengths, lists, current=distinct)
             return lists
         if self._verify:
             self._check(rids, lists, self._read(index, lengths))
@@ -111,13 +151,13 @@ class PageLists:
     def _keep(
         self,
         rids: list[str],
-        index: torch.Tensor,
+        rows: list[int],
         lengths: list[int],
         lists: list[np.ndarray],
         *,
         current: bool,
     ) -> None:
-        for rid, row, length, pages in zip(rids, index.tolist(), lengths, lists, strict=True):
+        for rid, row, length, pages in zip(rids, rows, lengths, lists, strict=True):
             before = self._known.get(self._owner.get(row, ""))
             if before is not None and before.row == row:
                 del self._known[self._owner[row]]
@@ -130,10 +170,19 @@ class PageLists:
 
     def live_pages(self) -> list[np.ndarray]:
         """Pages, as last seen, of the requests that still have their row, and prefixes of those that start."""
-        free = set(self._pool.free_slots)
         self._starting = [pages.cpu() for pages in self._starting]  # read once, and only if somebody asks
+        return self.known_live_pages() + [pages.numpy() for pages in self._starting]
+
+    def known_live_pages(self) -> list[np.ndarray]:
+        """The same without those that start: nothing is read."""
+        free = set(self._pool.free_slots)
         return [
             known.pages
             for known in self._known.values()
             if known.row not in free and known.generation == self.generation(known.row)
-        ] + [pages.numpy() for pages in self._starting]
+        ]
+
+    @property
+    def starting_pages(self) -> int:
+        """Pages at most that requests have of which no forward has told yet."""
+        return len(self._handed_out) + sum(map(len, self._starting))

@@ -15,6 +15,7 @@ from sglang_inplacekv.admission import DeviceSteps, StepModel
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.feedback import ShareController
+from sglang_inplacekv.freed_pages import FreedPages
 from sglang_inplacekv.gate import AdmissionGate
 from sglang_inplacekv.metrics import StepMetrics
 from sglang_inplacekv.page_lists import PageLists
@@ -51,6 +52,7 @@ class RegionPool(KVCache):
         self._control = control  # None where the share is given
         self._device_steps = DeviceSteps()
         self._decode_began_s: float | None = None  # of a decode that was the last forward
+        self.freed = FreedPages(self._take_back, device)
         self.gate = self._make_gate(regions.config.admission)
         self.metrics = StepMetrics(regions, control, self.gate, trace)
         page_tokens = regions.sizes.page_tokens
@@ -92,6 +94,8 @@ class RegionPool(KVCache):
             self._note_step(self._control, began_s)
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
             self.regions.scope.step_share = self._control.step_share
+        if self.regions.windows.free_count < len(spans):
+            self.freed.wait()  # some may own windows
         self.plan = self.planner.build(spans, is_decode)
         self._decode_began_s = began_s if is_decode else None
         self._start(self.plan, graph_rows)
@@ -117,6 +121,7 @@ class RegionPool(KVCache):
         Returns when: what comes next begins then, its planning included.
         """
         now_s = time.perf_counter()
+        self.freed.collect()
         self.executor.acknowledge()
         costs = self.executor.take_costs()
         if self._control is not None:
@@ -149,16 +154,23 @@ class RegionPool(KVCache):
     def settle(self) -> None:
         """The server idles: take finished flushes back, check all accounts (RuntimeError), and show where things stand."""
         self._end_step()
+        self.freed.wait()
         self.regions.check_integrity()
         self.metrics.idle()
 
-    def pages_freed(self, pages: list[int]) -> None:
+    def free_pages(self, ids: torch.Tensor) -> None:
+        """SGLang frees the pages `ids` [pages] int64, on their device."""
         self.page_lists.page_freed()
+        self.freed.add(ids)
+
+    def _take_back(self, pages: list[int]) -> None:
+        self.regions.homes.free(pages)
         self.regions.pages_freed(pages)
 
     def forget_all_pages(self) -> None:
         """Every page is about to be free (start-up, flush_cache): let writes end and take all windows back."""
         self.executor.drain()
+        self.freed.forget()
         self.regions.forget_all_pages()
         self.page_lists.clear()
 
@@ -180,13 +192,24 @@ class RegionPool(KVCache):
         return sum(int((pages >= first_host).sum()) for pages in self.page_lists.live_pages())
 
     def idle_device_pages(self, besides: np.ndarray | None = None) -> int:
-        """D pages that no live request was seen to use: what only the prefix cache keeps. `besides` count as in use."""
+        """D pages that no live request was seen to use: what only the prefix cache keeps, and what comes back to the free list.
+
+        `besides` count as in use.
+        """
         live = np.zeros(self.regions.sizes.pages, dtype=bool)
         for pages in self.page_lists.live_pages():
             live[pages] = True
         if besides is not None:
             live[besides] = True
         return self.regions.homes.device_used_pages - int(live[1 : self.regions.sizes.first_host_page].sum())
+
+    def surely_idle_device_pages(self) -> int:
+        """Of those, how many at least, without waiting for the device. Pages whose free is under way are not among them."""
+        first_host = self.regions.sizes.first_host_page
+        live = [pages[pages < first_host] for pages in self.page_lists.known_live_pages()]
+        live_pages = len(np.unique(np.concatenate(live))) if live else 0
+        used = self.regions.homes.device_used_pages - self.freed.count
+        return used - live_pages - self.page_lists.starting_pages
 
     def _check_write(self, loc_info) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)

@@ -37,7 +37,7 @@ class InplaceV4Backend(AttentionBackend):
             pages = self.pool.page_lists.of_decode(rids, index, lengths)
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            pages = self.pool.page_lists.of_extend(rids, index, lengths)
+            pages = self.pool.page_lists.of_extend(rids, index, prefixes, lengths)
         else:
             raise RuntimeError(
                 f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"

@@ -109,8 +109,8 @@ class InplaceV4Pool(RegionPool, KVCache):
         super().forget_all_pages()
         self.records.pages_freed(range(self.regions.sizes.pages))
 
-    def pages_freed(self, pages: list[int]) -> None:
-        super().pages_freed(pages)
+    def _take_back(self, pages: list[int]) -> None:
+        super()._take_back(pages)
         self.states.pages_freed(pages)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""What SGLang frees on a GPU comes back later: ids travel. Here with a stand-in for the device's events, on the CPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglang_inplacekv.freed_pages import FreedPages
+from tests.harness import Runner, compare
+from tests.inplacekv.exactness.support import (
+    CHUNK,
+    PAGE,
+    TOLERANCE,
+    assert_all_returned,
+    compare_first_tokens,
+    prompts,
+    server,
+    stock,
+)
+
+D_TOKENS = 16 * PAGE
+
+
+class LateEvent:
+    def __init__(self, frees: LateFrees, polls: int) -> None:
+        self._frees, self._polls = frees, polls
+
+    def query(self) -> bool:
+        self._polls -= 1
+        return self._polls < 0
+
+    def synchronize(self) -> None:
+        self._frees.waits += self._polls >= 0
+
+
+class LateFrees(FreedPages):
+    """Ids arrive when they have been asked for `polls` times, or are waited for."""
+
+    polls = range(12)
+
+    def __init__(self, take_back, device) -> None:
+        super().__init__(take_back, device)
+        self.travel, self.waits, self._draw = True, 0, random.Random(0)
+
+    def _send(self, ids: torch.Tensor):
+        return ids.clone(), LateEvent(self, self._draw.choice(self.polls))
+
+
+@pytest.fixture
+def late(monkeypatch) -> type[LateFrees]:
+    monkeypatch.setattr("sglang_inplacekv.pool.FreedPages", LateFrees)
+    return LateFrees
+
+
+def frees(runner: Runner) -> LateFrees:
+    return runner.kv_pool.freed
+
+
+@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
+@pytest.mark.parametrize("admission", ["queue", "spill"])
+@pytest.mark.parametrize("host_memory", ["24MB", "6MB"])
+def test_a_mix_is_answered_as_by_stock(late, admission, radix, host_memory) -> None:
+    """Larger than D, with common prefixes, chunked, retracted; in 6 MB all pages are taken now and then."""
+    batch = prompts(D_TOKENS + 40, 30, CHUNK + 1, D_TOKENS - 40, 3, 2 * CHUNK + 9, D_TOKENS + 3)
+    batch += [batch[3][: 5 * PAGE + 3] + batch[1], batch[5] + batch[4]]
+    wanted = [24, 20, 12, 6, 20, 9, 15, 30, 10]
+    expected = stock("qwen3_moe", batch, max(wanted))
+    args = {"admission": admission, "disable_radix_cache": not radix, "retract_every": 11}
+    with server("qwen3_moe", share=0.37, device_tokens=D_TOKENS, host_memory=host_memory, **args) as runner:
+        for delay in (2, 0):
+            handles = [
+                runner.submit(prompt, delay=delay * i, max_new_tokens=n, want_prompt_logprobs=i < 3)
+                for i, (prompt, n) in enumerate(zip(batch, wanted))
+            ]
+            runner.run_until_idle()
+            compare_first_tokens(expected, handles, wanted)
+        assert frees(runner).waits
+        assert_all_returned(runner)
+
+
+def queued(runner: Runner, batch: list[list[int]]) -> int:
+    """Serve `batch`, handed in at once to a D that is full of idle prefixes; how often frees were waited for."""
+    before = frees(runner).waits
+    for handle in [runner.submit(prompt, max_new_tokens=3) for prompt in batch]:
+        assert handle is not None
+    runner.run_until_idle()
+    return frees(runner).waits - before
+
+
+@pytest.mark.parametrize("chunks", [1, 3], ids=["whole", "chunked"])
+def test_room_is_made_for_the_next_prompt_while_this_one_runs(late, monkeypatch, chunks) -> None:
+    """Each prompt of the queue displaces another one's pages. Only the first waits for them, and the server once it idles."""
+    monkeypatch.setattr(late, "polls", [1])
+    batch = prompts(*[chunks * CHUNK] * 10)
+    device_tokens = 3 * (chunks * CHUNK + PAGE)
+    args = {"device_tokens": device_tokens, "admission": "queue", "max_running_requests": 1}
+    with server("qwen3_moe", share=0.37, **args) as runner:
+        runner.generate(batch[:3], max_new_tokens=3)
+        assert queued(runner, batch[3:]) <= 2
+        monkeypatch.setattr(type(runner.kv_pool.gate), "make_room_ahead", lambda *_: None)
+        assert queued(runner, prompts(*[chunks * CHUNK] * 7, seed=1)) >= 7
+        assert_all_returned(runner)
+
+
+def test_a_prefix_that_the_next_request_has_in_the_cache_is_kept(late) -> None:
+    base, other = prompts(8 * PAGE, 8 * PAGE)
+    batch = [other, base + prompts(PAGE, seed=2)[0]]
+    expected = stock("qwen3_moe", [base, *batch])
+    args = {"device_tokens": 18 * PAGE, "admission": "queue", "max_running_requests": 1}
+    with server("qwen3_moe", share=0.37, **args) as runner:
+        first = runner.generate([base], want_prompt_logprobs=False)
+        results = runner.generate(batch, want_prompt_logprobs=False)
+        assert results[1].cached_tokens == 8 * PAGE
+        compare(expected, first + results, tolerance=TOLERANCE)
+        assert_all_returned(runner)
