@@ -13,17 +13,22 @@ from .decoder import Decoder, Step
 from .scale import Shape
 from .stats import Spread
 
-_FOLLOWED = 0.03  # a share this close has arrived: the controller's hysteresis, and a page
+_FOLLOWED = 0.03  # a share this close has arrived
 
 
 def step_ms(steps: Iterable[Step]) -> Spread:
     return Spread.of(1e3 * step.seconds for step in steps)
 
 
-def settle(decoder: Decoder, steps: int) -> float:
-    """Let the controller run and return the share that it has come to, in whole pages."""
+def rounds_ms(rounds: Iterable[Sequence[Step]]) -> list[float]:
+    """The median ms of each round's steps."""
+    return [step_ms(steps).median for steps in rounds]
+
+
+def settle(decoder: Decoder, steps: int, least_s: float = 0.0) -> float:
+    """Let the controller run so many steps, and for `least_s`, and return the share that it has come to, in whole pages."""
     decoder.auto()
-    return settled(decoder.steps(steps))
+    return settled(_steps_for(decoder, steps, least_s))
 
 
 def settled(steps: Sequence[Step]) -> float:
@@ -44,13 +49,13 @@ def sweep(
     rounds: int,
     steps: int,
     least_s: float = 0.0,
-) -> tuple[dict[float, list[Step]], list[Step]]:
-    """Steps at each share, by stealing, and as `control` wants. Of each so many, and for `least_s`, a round.
+) -> tuple[dict[float, list[list[Step]]], list[list[Step]]]:
+    """Rounds of steps at each share, by stealing, and as `control` wants. Of each so many, and for `least_s`, a round.
 
-    In rounds, there and back, so that none has the better part of the host.
+    There and back, so that none has the better part of the host.
     """
-    found: dict[float, list[Step]] = {share: [] for share in shares}
-    controlled: list[Step] = []
+    found: dict[float, list[list[Step]]] = {share: [] for share in shares}
+    controlled: list[list[Step]] = []
     arms = [*found.items(), (None, controlled)]
     for turn in range(rounds):
         for share, own in arms if turn % 2 == 0 else reversed(arms):
@@ -59,7 +64,7 @@ def sweep(
             else:
                 decoder.fixed(share, steals=True)
             decoder.step()  # plans anew
-            own += _steps_for(decoder, steps, least_s)
+            own.append(_steps_for(decoder, steps, least_s))
     return found, controlled
 
 

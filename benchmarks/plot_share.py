@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_inplacekv.svg import COLOURS, Chart, ticks
 
-from .share_tables import GOOD, Verdict, points_of
+from .share_tables import GOOD, Verdict, over_best, rounds_of
 
 _SHARE_AXIS = [i / 10 for i in range(11)]
 _MOST_OVER = 2.0  # what is slower says nothing about the best share
@@ -27,11 +27,11 @@ def _sweep_svg(model: str, controlled: list[dict], rows: list[dict]) -> str:
     chart.curve([(0.0, GOOD), (1.0, GOOD)], "#999", dashed=True)
     entries = []
     for colour, row in zip(COLOURS, controlled):
-        points = points_of(rows, row["case"])
-        verdict = Verdict.of(row["auto_share"], points, row["auto_ms"].median)
-        over = [(share, ms / verdict.best_ms) for share, ms in points]
+        rounds = rounds_of(rows, row["case"])
+        verdict = Verdict.of(row["auto_share"], rounds, row["auto_rounds_ms"])
+        over = [(share, over_best(own, rounds).median) for share, own in rounds.items()]
         chart.curve([point for point in over if point[1] <= _MOST_OVER], colour)
-        at = min(verdict.over_best, _MOST_OVER)
+        at = min(verdict.over_best.median, _MOST_OVER)
         chart.dot(verdict.share, at, at, at, colour)
         entries.append((row["case"].split(" ", 1)[1], colour, False))
     chart.note("dots: where the controller arrived; dashed: 3% above the best")

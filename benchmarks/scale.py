@@ -26,7 +26,8 @@ class ShareScale:
     layers: int
     shapes: tuple[Shape, ...]
     models: tuple[str, ...]  # released kinds
-    settle_steps: int  # for the controller to arrive
+    settle_steps: int  # for the controller to arrive, at least, and
+    settle_s: float  # for so long: short steps are cheap, and trials take many
     grid: tuple[float, ...]
     near: tuple[float, ...]  # further shares, from where the controller arrived
     rounds: int
@@ -95,11 +96,12 @@ _SHARE = ShareScale(
     shapes=(Shape(1, 2048), Shape(1, 8192), Shape(1, 32768), Shape(1, 131072), Shape(32, 2048)),
     models=_MODELS,
     settle_steps=40,
+    settle_s=1.0,
     grid=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     near=(-0.06, -0.04, -0.02, 0.0, 0.02, 0.04, 0.06),
-    rounds=3,
+    rounds=5,
     round_steps=3,
-    round_s=0.2,
+    round_s=0.15,
     growing_tokens=(2048, 65536),
     growing_pages=1,
     growing_shares=(0.2, 0.3, 0.4, 0.45, 0.5, 0.6),
@@ -164,8 +166,9 @@ QUICK = replace(
         shapes=(Shape(1, 2048), Shape(1, 32768), Shape(1, 131072)),
         grid=(0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0),
         near=(-0.04, -0.02, 0.0, 0.02, 0.04),
-        rounds=3,
-        round_s=0.1,
+        settle_s=0.5,
+        rounds=5,
+        round_s=0.06,
         growing_pages=2,
         growing_shares=(0.3, 0.4, 0.5, 0.6),
         growing_rounds=2,
@@ -207,6 +210,7 @@ SMOKE = Scale(
         settle_steps=8,
         grid=(0.0, 0.5, 1.0),
         near=(-0.1, 0.0),
+        settle_s=0.0,
         rounds=1,
         round_steps=2,
         round_s=0.0,

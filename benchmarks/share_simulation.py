@@ -43,6 +43,7 @@ _BUDGET_S = 600.0
 SCALE = replace(
     FULL.share,
     layers=4,
+    settle_s=0.0,
     round_s=0.0,
     shapes=(Shape(1, 2048), Shape(1, 8192), Shape(1, 32768)),
     growing_tokens=(2048, 32768),

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .results import rows_of
+from .stats import Spread
 from .tables import markdown, ratio
 
 GOOD = 1.03  # of the best time: a share as good as the best
+
+
+Rounds = Mapping[float, Sequence[float]]  # by share: the median ms of its steps, round by round
+
+
+def over_best(own_ms: Sequence[float], rounds: Rounds) -> Spread:
+    """What `own_ms`, round by round, are of the best share's time in the same round.
+
+    Which share is the best the other rounds tell: the least of many medians is less than any share takes.
+    """
+    turns = range(len(own_ms))
+    found = []
+    for turn in turns:
+        others = [other for other in turns if other != turn] or [turn]
+        best = min(rounds, key=lambda share: statistics.median([rounds[share][other] for other in others]))
+        found.append(own_ms[turn] / rounds[best][turn])
+    return Spread.of(found)
 
 
 @dataclass(frozen=True)
@@ -19,38 +38,38 @@ class Verdict:
     best_ms: float
     good_shares: tuple[float, float]  # least and greatest of those measured whose time is good
     share: float
-    ms: float
+    over_best: Spread
 
     @classmethod
-    def of(cls, share: float, points: Sequence[tuple[float, float]], own_ms: float | None = None) -> Verdict:
-        """points: (share, ms). Where `share` has no time of its own, it has that of the nearest one measured."""
-        best_share, best_ms = min(points, key=lambda point: point[1])
-        good = [at for at, ms in points if ms <= GOOD * best_ms]
-        _, ms = min(points, key=lambda point: abs(point[0] - share))
-        return cls(best_share, best_ms, (min(good), max(good)), share, ms if own_ms is None else own_ms)
-
-    @property
-    def over_best(self) -> float:
-        return self.ms / self.best_ms
+    def of(cls, share: float, rounds: Rounds, own_ms: Sequence[float] | None = None) -> Verdict:
+        """Where `share` has no time of its own, it has that of the nearest one measured."""
+        medians = {at: statistics.median(ms) for at, ms in rounds.items()}
+        best = min(medians, key=lambda at: medians[at])
+        good = [at for at, ms in rounds.items() if over_best(ms, rounds).median <= GOOD]
+        if own_ms is None:
+            own_ms = rounds[min(rounds, key=lambda at: abs(at - share))]
+        ends = (min(good, default=best), max(good, default=best))
+        return cls(best, medians[best], ends, share, over_best(own_ms, rounds))
 
     @property
     def is_good(self) -> bool:
         """Both in time and in place."""
-        return self.over_best <= GOOD and self.good_shares[0] <= self.share <= self.good_shares[1]
+        return self.over_best.median <= GOOD and self.good_shares[0] <= self.share <= self.good_shares[1]
 
 
-def points_of(rows: list[dict], case: str) -> list[tuple[float, float]]:
+def rounds_of(rows: list[dict], case: str) -> dict[float, list[float]]:
     own = [row for row in rows if row["what"] == "sweep" and row["case"] == case]
-    return sorted((row["share"], row["step_ms"].median) for row in own)
+    return {row["share"]: row["rounds_ms"] for row in sorted(own, key=lambda row: row["share"])}
 
 
 def share_sweep(parts: dict[str, list[dict]]) -> str:
     rows = rows_of(parts["share_sweep"])
     shares, plans = [], []
     for row in (row for row in rows if row["what"] == "controlled"):
-        points = points_of(rows, row["case"])
-        auto = Verdict.of(row["auto_share"], points, row["auto_ms"].median)
-        plan = Verdict.of(row["predicted_share"], points)
+        rounds = rounds_of(rows, row["case"])
+        auto = Verdict.of(row["auto_share"], rounds, row["auto_rounds_ms"])
+        plan = Verdict.of(row["predicted_share"], rounds)
+        plan_ms = plan.best_ms * plan.over_best.median
         low, high = auto.good_shares
         shares.append(
             (
@@ -66,8 +85,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         )
         plans.append(
             (
-                row["case"], *rates, fixed, row["resident_ms"], row["predicted_ms"], plan.ms,
-                row["predicted_ms"] / plan.ms,
+                row["case"], *rates, fixed, row["resident_ms"], row["predicted_ms"], plan_ms,
+                row["predicted_ms"] / plan_ms,
             )
         )  # fmt: skip
     columns = (

@@ -15,8 +15,9 @@ _FIRST_STEPS = 3  # their median is what an average starts from
 # A step that took longer than so many times the average counts as that: it says little about the next one.
 _CLIP = 3.0
 _LEAST_S = 1e-15
-# A share as good as this does not move: plans and tiles stay as they were.
-_HYSTERESIS = 0.02
+# A share whose layer takes no longer than so many times the best one's does not move. Times are compared, not shares: at 0.6 a
+# hundredth of the share too little leaves the link a fortieth more to do.
+_AS_GOOD = 1.01
 # A side that had nothing to do for so long is measured anew: what made it slow may be over.
 _RETRY_STEPS = 500
 # Of a layer's time, by the lines. In a short layer launching is in them too, of both sides' work where only one's would be.
@@ -154,6 +155,7 @@ class ShareController:
         """The target for a step that reads so many host tokens a layer."""
         if self._lines is not None and host_tokens:
             best = balanced_share(*self._lines, host_tokens)
-            if abs(best - self.target) > _HYSTERESIS or best in (0.0, 1.0):
+            now_s, best_s = (layer_seconds(at, *self._lines, host_tokens) for at in (self.target, best))
+            if now_s > _AS_GOOD * best_s or best in (0.0, 1.0):
                 self.target = best
         return self.target

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -17,7 +18,7 @@ from sglang_inplacekv.probes import measure_rates
 from sglang_inplacekv.roofline import Line
 
 from ..decoder import Decoder, LayersDecoder
-from ..experiments import distinct, settle, settled, step_ms, sweep
+from ..experiments import distinct, rounds_ms, settle, settled, step_ms, sweep
 from ..layers import PAGE_TOKENS, Layers
 from ..scale import Shape
 
@@ -94,18 +95,20 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
     )
     decoder.fixed(0.0, steals=False)
     decoder.place(shape)
-    auto, control = settle(decoder, scale.settle_steps), decoder.control
+    auto, control = settle(decoder, scale.settle_steps, scale.settle_s), decoder.control
     assert control is not None
     asked = (*scale.grid, *(auto + offset for offset in scale.near), predicted.share)
     shares = distinct(asked, pages)
     found, controlled = sweep(decoder, shares, control, scale.rounds, scale.round_steps, scale.round_s)
-    auto, lines = settled(controlled), {"cpu": control.cpu, "link": control.transfer}
-    for share, steps in found.items():
+    followed = list(chain.from_iterable(controlled))
+    auto, lines = settled(followed), {"cpu": control.cpu, "link": control.transfer}
+    for share, rounds in found.items():
         part.row(
             what="sweep",
             case=case,
             share=share,
-            step_ms=step_ms(steps),
+            step_ms=step_ms(chain.from_iterable(rounds)),
+            rounds_ms=rounds_ms(rounds),
             layers=scale.layers,
             host_bytes=predicted.host_bytes,
         )
@@ -117,7 +120,8 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         what="controlled",
         case=case,
         auto_share=auto,
-        auto_ms=step_ms(controlled),
+        auto_ms=step_ms(followed),
+        auto_rounds_ms=rounds_ms(controlled),
         predicted_share=distinct([predicted.share], pages)[0],
         predicted_ms=1e3 * predicted.step_s,
         placed_ms=step_ms(placed),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 from benchmarks import hogs
 from benchmarks.cases import share_growing, share_hogs, share_sweep
 from benchmarks.decoder import ScopeDecoder
-from benchmarks.experiments import change, distinct, growing, settle, sweep
+from benchmarks.experiments import change, distinct, growing, rounds_ms, settle, sweep
 from benchmarks.hogs import LinkHog, cpu_hog
 from benchmarks.layers import PAGE_TOKENS as PAGE
 from benchmarks.layers import qwen
@@ -26,7 +28,8 @@ from benchmarks.report import report
 from benchmarks.results import Budget, Part
 from benchmarks.scale import QUICK, SMOKE, Shape
 from benchmarks.share_simulation import measure
-from benchmarks.share_tables import Verdict
+from benchmarks.share_tables import Verdict, over_best
+from benchmarks.stats import Spread
 from sglang_inplacekv.feedback import HALF_LIFE_STEPS
 from sglang_inplacekv.roofline import Line, balanced_share
 from sglang_inplacekv.write_scope import PLACED_OF_TARGET
@@ -67,10 +70,11 @@ def test_a_sweep_takes_each_share_and_its_best_is_where_the_controller_arrives()
     shares = distinct([i / 50 for i in range(51)], shape.batch * shape.context // PAGE)
     control = decoder.control
     found, controlled = sweep(decoder, shares, control, rounds=2, steps=3)
-    assert [len(steps) for steps in (*found.values(), controlled)] == [6] * 52
-    assert {step.share for step in controlled} == {auto} and decoder.control is not control
-    assert all(step.share == share and step.floor == 0 for share, steps in found.items() for step in steps)
-    verdict = Verdict.of(auto, [(share, steps[0].seconds) for share, steps in found.items()])
+    assert [list(map(len, rounds)) for rounds in (*found.values(), controlled)] == [[3, 3]] * 52
+    assert {step.share for steps in controlled for step in steps} == {auto} and decoder.control is not control
+    every = [(share, step) for share, rounds in found.items() for steps in rounds for step in steps]
+    assert all(step.share == share and step.floor == 0 for share, step in every)
+    verdict = Verdict.of(auto, {share: rounds_ms(rounds) for share, rounds in found.items()})
     assert verdict.is_good and abs(verdict.best_share - decoder.best()) < 0.02
 
 
@@ -79,11 +83,22 @@ def test_shares_in_whole_pages_are_distinct() -> None:
 
 
 def test_a_verdict_asks_for_time_and_place() -> None:
-    points = [(0.3, 12.0), (0.4, 10.2), (0.5, 10.0), (0.6, 10.4)]
-    assert Verdict.of(0.4, points) == Verdict(0.5, 10.0, (0.4, 0.5), 0.4, 10.2)
-    assert Verdict.of(0.4, points).is_good
-    assert not Verdict.of(0.6, points).is_good
-    assert not Verdict.of(0.52, points).is_good, "nearest to a good one, but outside of the range"
+    rounds = {0.3: [12.0, 12.0], 0.4: [10.2, 10.2], 0.5: [10.0, 10.0], 0.6: [10.4, 10.4]}
+    assert Verdict.of(0.4, rounds) == Verdict(0.5, 10.0, (0.4, 0.5), 0.4, Spread(1.02, 1.02, 1.02, 2))
+    assert Verdict.of(0.4, rounds).is_good
+    assert not Verdict.of(0.6, rounds).is_good
+    assert not Verdict.of(0.52, rounds).is_good, "nearest to a good one, but outside of the range"
+    assert not Verdict.of(0.4, rounds, [10.5, 10.5]).is_good, "slower than that share is when it is given"
+
+
+def test_the_best_share_is_picked_in_other_rounds_than_those_it_is_timed_in() -> None:
+    """Thirty shares that take 10 ms, 3% more or less by chance: none is better than another."""
+    draw = random.Random(0)
+    over = []
+    for _ in range(200):
+        rounds = {share / 30: [draw.gauss(10, 0.3) for _ in range(5)] for share in range(30)}
+        over.append(over_best([draw.gauss(10, 0.3) for _ in range(5)], rounds).median)
+    assert statistics.mean(over) == pytest.approx(1.0, abs=0.005)
 
 
 def test_controller_and_plan_count_what_a_layer_takes_besides(tmp_path: Path) -> None:
