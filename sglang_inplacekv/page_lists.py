@@ -2,8 +2,8 @@
 
 SGLang keeps page ids on the device only. Reading them waits for the forward before, and the GPU idles until the next one is
 launched. So they are read when they may be others than the host believes: where a request begins with a prefix from the cache,
-and after any page was freed (the prefix cache rewrites a row only to free what it replaces). In between a row consists of the
-pages that the allocator has handed out, in the order of the batch.
+and where pages were freed since a request's prefill, until the prefix cache has seen that (it rewrites a row then, and only to
+free what it replaces). Else a row consists of the pages that the allocator has handed out, in the order of the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+# The overlap schedule processes a prefill's result after it has launched the decode that follows. From the second decode on the
+# cache has the prompt, and leaves the row alone.
+_SETTLED_DECODES = 2
+
 
 @dataclass
 class _Known:
@@ -22,6 +26,7 @@ class _Known:
     length: int  # tokens that `pages` cover
     pages: np.ndarray  # [ceil(length / G)] int64
     current: bool  # whether the device's table still says the same
+    decodes: int = 0  # since its prefill, or since the row was read
 
 
 class PageLists:
@@ -46,7 +51,7 @@ class PageLists:
     def page_freed(self) -> None:
         self.frees += 1
         for known in self._known.values():
-            known.current = False
+            known.current &= known.decodes >= _SETTLED_DECODES
 
     def clear(self) -> None:
         self._known.clear()
@@ -115,6 +120,7 @@ class PageLists:
             self._check(rids, lists, self._read(index, lengths))
         for rid, length, pages in zip(rids, lengths, lists, strict=True):
             known = self._known[rid]
+            known.decodes += known.length != length  # else this step has asked before
             known.length, known.pages = length, pages
         return lists
 

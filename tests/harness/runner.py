@@ -169,9 +169,9 @@ class Runner:
 
         self.scheduler.drive(enough)
 
-    def abort(self, handle: Handle) -> None:
-        """Takes effect in the next step."""
-        self.scheduler.inbox.put(AbortReq(rid=handle.rid))
+    def abort(self, handle: Handle, *, delay: int = 0) -> None:
+        """Takes effect `delay` steps after the next one."""
+        self.scheduler.inbox.put(AbortReq(rid=handle.rid), delay=delay)
 
     def flush_cache(self) -> None:
         if not self.scheduler.flush_cache():

@@ -1,4 +1,7 @@
-"""What SGLang frees on a GPU comes back later: ids travel. Here with a stand-in for the device's events, on the CPU."""
+"""What SGLang frees on a GPU comes back later, and a prefill's result is processed after the next step's launch.
+
+Both here on the CPU, the first with a stand-in for the device's events. Page ids are verified in every forward.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import random
 import pytest
 import torch
 
+from sglang_inplacekv import server_defaults
 from sglang_inplacekv.freed_pages import FreedPages
+from sglang_inplacekv.page_lists import PageLists
 from tests.harness import Runner, compare
 from tests.inplacekv.exactness.support import (
     CHUNK,
@@ -54,6 +59,19 @@ def late(monkeypatch) -> type[LateFrees]:
     return LateFrees
 
 
+@pytest.fixture(params=[True, False], ids=["overlap", "no-overlap"])
+def overlap(request, monkeypatch) -> bool:
+    """Whether SGLang's overlapped loop runs, as it does on a GPU. Without one our defaults turn it off."""
+    fill = server_defaults._fill_for_cpu
+
+    def fill_but_overlap(args) -> None:
+        fill(args)
+        args.disable_overlap_schedule = not request.param
+
+    monkeypatch.setattr(server_defaults, "_fill_for_cpu", fill_but_overlap)
+    return request.param
+
+
 def frees(runner: Runner) -> LateFrees:
     return runner.kv_pool.freed
 
@@ -61,7 +79,7 @@ def frees(runner: Runner) -> LateFrees:
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
 @pytest.mark.parametrize("admission", ["queue", "spill"])
 @pytest.mark.parametrize("host_memory", ["24MB", "6MB"])
-def test_a_mix_is_answered_as_by_stock(late, admission, radix, host_memory) -> None:
+def test_a_mix_is_answered_as_by_stock(late, overlap, admission, radix, host_memory) -> None:
     """Larger than D, with common prefixes, chunked, retracted; in 6 MB all pages are taken now and then."""
     batch = prompts(D_TOKENS + 40, 30, CHUNK + 1, D_TOKENS - 40, 3, 2 * CHUNK + 9, D_TOKENS + 3)
     batch += [batch[3][: 5 * PAGE + 3] + batch[1], batch[5] + batch[4]]
@@ -76,7 +94,56 @@ def test_a_mix_is_answered_as_by_stock(late, admission, radix, host_memory) -> N
             ]
             runner.run_until_idle()
             compare_first_tokens(expected, handles, wanted)
-        assert frees(runner).waits
+        assert frees(runner).waits and runner.scheduler.enable_overlap == overlap
+        assert_all_returned(runner)
+
+
+def test_rounds_that_end_half_way(late, overlap) -> None:
+    """Aborted while queued, in a prefill or decoding, and retracted, with common prefixes in the cache and D full."""
+    draw = random.Random(f"late {overlap}")
+    pool = prompts(PAGE - 1, 2 * PAGE, CHUNK + 1, CHUNK + 37)
+    pool += [pool[3][: 3 * PAGE] + tail for tail in prompts(1, PAGE, seed=1)]
+    expected = stock("qwen3_moe", pool)
+    args = {"retract_every": 7, "max_running_requests": 4, "admission": "queue", "host_memory": "6MB"}
+    with server("qwen3_moe", share=0.37, device_tokens=8 * PAGE, **args) as runner:
+        aborted = retracted = 0
+        for _ in range(60):
+            picked = draw.choices(range(len(pool)), k=draw.randint(1, 4))
+            handles = [
+                runner.submit(pool[i], delay=draw.randint(0, 6), max_new_tokens=draw.randint(1, 20))
+                for i in picked
+            ]
+            for handle in handles:
+                if draw.random() < 0.4:
+                    runner.abort(handle, delay=draw.randint(0, 20))
+            runner.run_until_idle()
+            for i, handle in zip(picked, handles, strict=True):
+                assert handle.output_ids == expected[i].output_ids[: len(handle.output_ids)]
+                aborted += handle.finish_reason["type"] == "abort"
+                retracted += handle.retractions
+        assert aborted > 5 and retracted, (aborted, retracted)
+        assert_all_returned(runner)
+
+
+def test_pages_are_not_read_when_others_end(late, monkeypatch, overlap) -> None:
+    """Each read waits for the step before. What a decoding request has is known, whoever frees pages beside it."""
+    reads = 0
+    read = PageLists._read
+
+    def counted(lists, index, lengths):
+        nonlocal reads
+        reads += 1
+        return read(lists, index, lengths)
+
+    batch, wanted = prompts(*[CHUNK] * 8), [40, 4, 6, 8, 10, 12, 14, 16]
+    with server("qwen3_moe", share=0.37, device_tokens=0) as runner:
+        runner.kv_pool.page_lists._verify = False
+        monkeypatch.setattr(PageLists, "_read", counted)
+        for prompt, n in zip(batch, wanted, strict=True):
+            runner.submit(prompt, max_new_tokens=n)
+        runner.run_until_idle()
+        # The prefills are one chunk each, and a free may come until each result has been processed.
+        assert reads <= 2, reads
         assert_all_returned(runner)
 
 
