@@ -29,6 +29,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
     ) -> None:
         self.homes = homes
         self._tree_cache: BasePrefixCache | None = None  # learned from the first eviction request
+        self._evicts = False  # what is freed now, the cache has given up
         super().__init__(size, page_size, dtype, device, kvcache, need_sort=False)
 
     def clear(self) -> None:
@@ -88,9 +89,10 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         return out
 
     def _take(self, count: int) -> torch.Tensor | None:
+        self._kvcache.freed.collect()
+        if count > self.homes.device_free_pages:
+            self._kvcache.freed.wait()  # they may be of D; and where the others go depends on what the host holds
         self._make_room_in_device(count)
-        if count > self.homes.free_pages:
-            self._kvcache.freed.wait()
         pages = self.homes.allocate(count)
         self._taken = pages or []
         if pages is None:
@@ -100,7 +102,7 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         return ids.to(self.device, non_blocking=True)
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        self._kvcache.free_pages(torch.cat(page_ids))
+        self._kvcache.free_pages(torch.cat(page_ids), evicted=self._evicts)
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
         """As SGLang: evict until `num_tokens` fit anywhere. Its figure is an over-estimate, so D is looked after when the
@@ -118,12 +120,9 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         wanted, and at most as much as D holds. The cap may be lost in the host alone: what AdmissionGate took for room
         is not reached then, and the new pages spill.
         """
-        pages = min(wanted_pages, self.homes.sizes.device_pages)
-        self._kvcache.freed.collect()
-        if pages > self.homes.device_free_pages:
-            self._kvcache.freed.wait()
         if self._tree_cache is None:
             return
+        pages = min(wanted_pages, self.homes.sizes.device_pages)
         cap_tokens = min(self.homes.sizes.device_pages, _EVICT_PAGES_PER_PAGE * pages) * self.page_size
         lost_tokens = 0
         while (
@@ -140,16 +139,30 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
     def _evict(self, pages: int) -> int:
         """Let the cache give up its least recently used `pages`, whole prefixes of them. Tokens that it has given up."""
         assert self._tree_cache is not None
-        tokens = self._tree_cache.evict(EvictParams(num_tokens=pages * self.page_size)).num_tokens_evicted
+        self._evicts = True
+        try:
+            tokens = self._tree_cache.evict(EvictParams(num_tokens=pages * self.page_size)).num_tokens_evicted
+        finally:
+            self._evicts = False
         self.homes.device_evicted_tokens += tokens
         return tokens
 
-    def make_room_ahead(self, wanted_pages: int) -> None:
-        """Evict idle prefixes so that D holds `wanted_pages` soon, if that can be done without waiting."""
-        freed = self._kvcache.freed
-        short = wanted_pages - self.homes.device_free_pages - freed.count
+    def lacks_room_ahead(self, pages: int) -> bool:
+        """Whether D will not hold `pages` new ones unless idle prefixes are evicted, and there are any."""
+        return (
+            self._short_of(pages) > 0
+            and self._tree_cache is not None
+            and self._tree_cache.evictable_size() > 0
+        )
+
+    def make_room_ahead(self, pages: int) -> None:
+        """Evict idle prefixes so that D holds `pages` soon, if that can be done without waiting."""
+        short = self._short_of(pages)
         if self._tree_cache is not None and 0 < short <= self._kvcache.surely_idle_device_pages():
             self._evict(short)
+
+    def _short_of(self, pages: int) -> int:
+        return pages - self.homes.device_free_pages - self._kvcache.freed.count
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's idle check asks here: whatever is wrong with homes and windows, as text."""

@@ -70,7 +70,7 @@ def instruction_set() -> Finding:
         found, supported = cpu_attn.isa(), cpu_attn.supported_isas()
     except RuntimeError as error:
         return Finding("CPU attention", "does not run", str(error))
-    advice = None if found != "scalar" else "this CPU has no AVX2: attention on it will be slow"
+    advice = None if found != "scalar" else "neither AVX2 nor NEON is in use: attention will be slow"
     return Finding("CPU attention", f"{found}, possible are {', '.join(supported)}", advice)
 
 

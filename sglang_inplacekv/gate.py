@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_inplacekv.allocator import InplaceAllocator
     from sglang_inplacekv.pool import RegionPool
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
@@ -61,24 +63,38 @@ class AdmissionGate:
         """A pass of SGLang's is over, and its prefill about to be launched: evict what the next pass would evict.
 
         Evicted only when their room is wanted, pages would have to be waited for: their ids lie on the device, behind the
-        prefill that runs, and the GPU would idle until the next one is ready. A request that the cache has a prefix of is left
-        to its own pass, which keeps that prefix.
+        prefill that runs, and the GPU would idle until the next one is ready.
         """
-        going_on, queue = scheduler.chunked_req, scheduler.waiting_queue
-        if not self._pool.freed.travel or not (going_on or queue):
+        going_on, tree = scheduler.chunked_req, scheduler.tree_cache
+        allocator: InplaceAllocator = scheduler.token_to_kv_pool_allocator
+        most_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        if not self._pool.freed.travel or not allocator.lacks_room_ahead(self._pages(most_tokens)):
             return
-        req = going_on or queue[0]
-        tokens = len(req.origin_input_ids) + len(req.output_ids)
-        if going_on:
-            tokens -= req.kv.kv_allocated_len
-        else:
-            req.init_next_round_input(scheduler.tree_cache)
-        if going_on or not req.prefix_len:
-            chunk = min(tokens, scheduler.chunked_prefill_size or tokens)
-            # And the page that its answer begins in.
-            scheduler.token_to_kv_pool_allocator.make_room_ahead(self._pages(chunk + 1))
+        tokens = 0 if going_on is None else _prompt_tokens(going_on) - going_on.kv.kv_allocated_len
+        wanted = [tokens] if tokens else []
+        with ExitStack() as kept:
+            for req in scheduler.waiting_queue:
+                if tokens >= most_tokens:
+                    break
+                req.init_next_round_input(tree)
+                # The next pass keeps the prefixes of all its requests before it takes pages.
+                kept.callback(tree.unlock, tree.lock(req.last_node))
+                wanted.append(_prompt_tokens(req) - req.prefix_len)
+                tokens += wanted[-1]
+            if wanted:
+                wanted[-1] -= max(0, tokens - most_tokens)
+            # With the page that each answer begins in.
+            allocator.make_room_ahead(sum(self._pages(own + 1) for own in wanted))
 
     def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
+        verdict = self._decide(adder, req)
+        if verdict is Verdict.IN_DEVICE or not self._pool.freed.count:
+            return verdict
+        # What comes back may still count as a running request's, and SGLang asks a second time only when one has ended.
+        self._pool.freed.wait()
+        return self._decide(adder, req)
+
+    def _decide(self, adder: PrefillAdder, req: Req) -> Verdict:
         model = self._pool.step_model if self._policy == "auto" else None
         return decide(self._policy, self._demand(adder, req, model is not None), model)
 
@@ -142,6 +158,11 @@ class AdmissionGate:
         with adder._lock_node(req.last_node):
             evictable = adder.tree_cache.evictable_size() // self._pool.page_size
         return min(evictable + self._pool.freed.count, self._pool.idle_device_pages(besides=prefix))
+
+
+def _prompt_tokens(req: Req) -> int:
+    """With what has been answered before a retraction."""
+    return len(req.origin_input_ids) + len(req.output_ids)
 
 
 def _answer_tokens(req: Req) -> int:

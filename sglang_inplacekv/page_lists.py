@@ -36,6 +36,7 @@ class PageLists:
         self._pool, self._page_size, self._verify = req_to_token_pool, page_size, verify
         self._known: dict[str, _Known] = {}
         self._owner: dict[int, str] = {}  # row -> the request last seen in it
+        self._shared: set[str] = set()  # ids that two requests had at once
         self._handed_out: list[int] = []
         self._starting: list[torch.Tensor] = []  # prefixes of requests that have not been in a forward
         self.frees = 0  # times that pages were freed
@@ -48,14 +49,18 @@ class PageLists:
         """The next extend begins a request whose prefix the cache has, in `pages` [pages] on the device."""
         self._starting.append(pages)
 
-    def page_freed(self) -> None:
+    def page_freed(self, *, evicted: bool = False) -> None:
+        """Pages were freed; `evicted`: by the cache, of prefixes that no request has."""
         self.frees += 1
+        if evicted:
+            return
         for known in self._known.values():
             known.current &= known.decodes >= _SETTLED_DECODES
 
     def clear(self) -> None:
         self._known.clear()
         self._owner.clear()
+        self._shared.clear()
         self._handed_out, self._starting = [], []
         self.frees += 1
 
@@ -167,8 +172,16 @@ class PageLists:
             before = self._known.get(self._owner.get(row, ""))
             if before is not None and before.row == row:
                 del self._known[self._owner[row]]
+            namesake = self._known.get(rid)
+            if namesake is not None and namesake.row != row and self._is_live(namesake):
+                self._shared.add(rid)
             self._owner[row] = rid
-            self._known[rid] = _Known(row, self.generation(row), length, pages, current)
+            own = current and rid not in self._shared
+            self._known[rid] = _Known(row, self.generation(row), length, pages, own)
+
+    def _is_live(self, known: _Known) -> bool:
+        """Whether the request that `known` was seen of still has its row."""
+        return known.row not in self._pool.free_slots and known.generation == self.generation(known.row)
 
     def generation(self, row: int) -> int:
         """Rises whenever SGLang gives the row to a request."""

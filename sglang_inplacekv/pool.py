@@ -158,9 +158,9 @@ class RegionPool(KVCache):
         self.regions.check_integrity()
         self.metrics.idle()
 
-    def free_pages(self, ids: torch.Tensor) -> None:
-        """SGLang frees the pages `ids` [pages] int64, on their device."""
-        self.page_lists.page_freed()
+    def free_pages(self, ids: torch.Tensor, *, evicted: bool) -> None:
+        """SGLang frees the pages `ids` [pages] int64, on their device; `evicted` as in PageLists.page_freed."""
+        self.page_lists.page_freed(evicted=evicted)
         self.freed.add(ids)
 
     def _take_back(self, pages: list[int]) -> None:

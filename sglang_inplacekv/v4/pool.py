@@ -65,6 +65,9 @@ class InplaceV4Pool(RegionPool, KVCache):
 
     def begin_requests(self, requests: list[Request], is_decode: bool) -> None:
         """Plan a forward and start it; called between forwards."""
+        completed = sum(len(request.completed(self.layout.page_tokens)) for request in requests)
+        if min(completed, self.records.table.count) > self.records.table.free_count:
+            self.freed.wait()  # records of freed pages would push out those of cached ones
         self.states.begin_forward(requests)
         self.requests = requests
         self.begin_forward([_in_entries(request.span) for request in requests], is_decode)

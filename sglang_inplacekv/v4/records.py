@@ -39,6 +39,10 @@ class RecordTable:
     def __len__(self) -> int:
         return len(self._slot_of)
 
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
     def take(self, pages: Sequence[int]) -> dict[int, int]:
         """Slots for the records of `pages`, which one forward completes, by page; of more than there are slots, the last."""
         kept = pages[max(0, len(pages) - self.count) :]

@@ -207,3 +207,28 @@ def test_two_requests_of_one_id_are_never_taken_for_each_other(lists: Counted, t
     for step in range(2):
         assert decode(lists, ["a", "a"], [1, 2], [7 + step, 6 + step]) == [[3, 9], [5, 6]]
     assert decode(lists, ["a"], [1], [8]) == [[3, 9]]
+
+
+def test_a_namesake_that_has_ended_is_not_taken_for_the_one_that_decodes(
+    lists: Counted, table: Table
+) -> None:
+    """It ended with its prefill, all its pages went to the cache, and nothing was freed."""
+    table.write(1, [3, 9, 4])
+    table.write(2, [5, 6])
+    lists.handed_out([3, 9])
+    extend(lists, ["a"], [1], [7])
+    decode(lists, ["a"], [1], [8])
+    lists.handed_out([5, 6])
+    extend(lists, ["a"], [2], [8])
+    lists.handed_out([4])
+    assert decode(lists, ["a"], [1], [9]) == [[3, 9, 4]]
+
+
+def test_what_the_cache_gives_up_is_no_reason_to_read(lists: Counted, table: Table) -> None:
+    table.write(1, [3, 9])
+    lists.handed_out([3])
+    extend(lists, ["a"], [1], [4])
+    lists.page_freed(evicted=True)
+    lists.handed_out([9])
+    assert extend(lists, ["a"], [1], [6], [4]) == [[3, 9]]
+    assert lists.reads == 0 and lists.frees == 1
