@@ -76,7 +76,7 @@ def select_isa(name: str) -> None:
 
 
 def isa() -> str:
-    """Return the instruction set in use: scalar, avx2, avx512, avx512bf16 or amx.
+    """Return the instruction set in use: scalar, avx2, avx512, avx512bf16, amx or neon.
 
     The last one that the host supports and grants, unless the environment variable CPU_ATTN_ISA names another.
     """

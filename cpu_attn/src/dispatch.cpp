@@ -52,6 +52,9 @@ struct Found {
     if (has_tiles()) kernels[count++] = kernel_amx();
 #endif
 #endif
+#ifdef CPU_ATTN_NEON
+    kernels[count++] = kernel_neon();
+#endif
   }
 };
 

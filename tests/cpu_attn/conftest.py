@@ -5,7 +5,7 @@ import pytest
 import cpu_attn
 from cpu_attn.library import select_isa
 
-WIDE_ISAS = ("scalar", "avx2", "avx512")
+WIDE_ISAS = ("scalar", "avx2", "avx512", "neon")
 TILE_ISAS = ("amx", "amx-emulated")
 DECODE_ISAS = (*WIDE_ISAS, *TILE_ISAS)  # avx512bf16 takes paged_decode from avx512
 MLA_ISAS = (*WIDE_ISAS, "avx512bf16", *TILE_ISAS)

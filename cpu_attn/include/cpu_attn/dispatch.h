@@ -11,6 +11,7 @@ const Kernel* kernel_avx512bf16();
 const Kernel* kernel_amx();
 // AMX's data layout without AMX: tiles are arrays. For tests on hosts with AVX-512.
 const Kernel* kernel_amx_emulated();
+const Kernel* kernel_neon();
 
 // The i-th kernel this host can run, slowest first; nullptr past the last.
 const Kernel* supported_kernel(int i);

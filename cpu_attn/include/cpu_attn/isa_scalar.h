@@ -105,7 +105,7 @@ struct Isa {
       return r;
     }
   }
-  // Two vectors of natural order, except bfloat16 on x86: see kernel_tiles.h, lane order.
+  // Two vectors of natural order, except bfloat16 of other sets: see kernel_tiles.h, lane order.
   static constexpr bool kInterleavesBf16 = false;
   template <Dtype D>
   static void load_pair(const char* p, V& a, V& b) {

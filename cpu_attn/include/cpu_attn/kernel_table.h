@@ -33,6 +33,8 @@ double multiply_wide(int64_t rounds) {
 #pragma GCC unroll 16
     for (int j = 0; j < Isa::kAcc; ++j) acc[j] = Isa::fma(a, b, acc[j]);
   float total = 0.0f;
+  // Unrolled, else GCC stores the accumulators in every round for this loop to index.
+#pragma GCC unroll 16
   for (const V& x : acc) total += Isa::reduce_add(x);
   [[maybe_unused]] volatile float kept = total;
   return 2.0 * Isa::kAcc * W * rounds;
