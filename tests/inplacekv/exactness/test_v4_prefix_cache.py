@@ -6,6 +6,7 @@ import pytest
 
 from sglang_inplacekv.tickets import Ticket
 from sglang_inplacekv.v4.records import RecordTable, TailRecords
+from tests.inplacekv.exactness.late_frees import LateFrees
 from tests.inplacekv.exactness.support import assert_all_returned, prompts, slow_queues
 from tests.inplacekv.exactness.v4_support import PAGE, V4Server, server
 
@@ -177,6 +178,22 @@ def test_few_records_cut_the_match(monkeypatch, count) -> None:
 
 def with_count(init, count: int):
     return lambda table, _: init(table, count)
+
+
+def test_records_of_freed_pages_push_no_others_out(monkeypatch) -> None:
+    """Of twins the second one's pages are freed, on a GPU later; the next prompt takes the records that were theirs."""
+    monkeypatch.setattr("sglang_inplacekv.pool.FreedPages", LateFrees)
+    monkeypatch.setattr(LateFrees, "polls", [10**9])
+    monkeypatch.setattr(RecordTable, "__init__", with_count(RecordTable.__init__, 6))
+    kept, twin, other = prompts(*[2 * PAGE + 5] * 3, seed=41)
+    with server(share=0.5, device_tokens=32 * PAGE, chunk=8 * PAGE) as served:
+        answer(served, kept, new_tokens=1)
+        for prompt, delay in ((twin, 0), (twin, 0), (other, 1)):
+            ask(served, prompt, new_tokens=1, delay=delay)
+        served.runner.run_until_idle()
+        assert not served.runner.kv_pool.records.table.lost_records
+        assert answer(served, kept)[0].cached_tokens == 2 * PAGE
+        assert_all_returned(served.runner)
 
 
 def test_switched_off() -> None:
