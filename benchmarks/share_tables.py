@@ -38,6 +38,7 @@ class Verdict:
     best_ms: float
     good_shares: tuple[float, float]  # least and greatest of those measured whose time is good
     share: float
+    ms: float
     over_best: Spread
 
     @classmethod
@@ -49,7 +50,7 @@ class Verdict:
         if own_ms is None:
             own_ms = rounds[min(rounds, key=lambda at: abs(at - share))]
         ends = (min(good, default=best), max(good, default=best))
-        return cls(best, medians[best], ends, share, over_best(own_ms, rounds))
+        return cls(best, medians[best], ends, share, statistics.median(own_ms), over_best(own_ms, rounds))
 
     @property
     def is_good(self) -> bool:
@@ -69,7 +70,6 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         rounds = rounds_of(rows, row["case"])
         auto = Verdict.of(row["auto_share"], rounds, row["auto_rounds_ms"])
         plan = Verdict.of(row["predicted_share"], rounds)
-        plan_ms = plan.best_ms * plan.over_best.median
         low, high = auto.good_shares
         shares.append(
             (
@@ -85,8 +85,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         )
         plans.append(
             (
-                row["case"], *rates, fixed, row["resident_ms"], row["predicted_ms"], plan_ms,
-                row["predicted_ms"] / plan_ms,
+                row["case"], *rates, fixed, row["resident_ms"], row["predicted_ms"], plan.ms,
+                row["predicted_ms"] / plan.ms,
             )
         )  # fmt: skip
     columns = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from sglang.srt.mem_cache.allocator.paged import (
     PagedTokenToKVPoolAllocator,
@@ -109,7 +112,8 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages are taken."""
         if tree_cache is not None and tree_cache.supports_prefix_sharing():
             self._tree_cache = tree_cache
-        return super().evict_to_free_tokens(tree_cache, num_tokens)
+        with self._giving_up():
+            return super().evict_to_free_tokens(tree_cache, num_tokens)
 
     def _make_room_in_device(self, wanted_pages: int) -> None:
         """Evict idle prefixes so that `wanted_pages` new ones fit D.
@@ -139,13 +143,18 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
     def _evict(self, pages: int) -> int:
         """Let the cache give up its least recently used `pages`, whole prefixes of them. Tokens that it has given up."""
         assert self._tree_cache is not None
-        self._evicts = True
-        try:
+        with self._giving_up():
             tokens = self._tree_cache.evict(EvictParams(num_tokens=pages * self.page_size)).num_tokens_evicted
-        finally:
-            self._evicts = False
         self.homes.device_evicted_tokens += tokens
         return tokens
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        self._evicts = True
+        try:
+            yield
+        finally:
+            self._evicts = False
 
     def lacks_room_ahead(self, pages: int) -> bool:
         """Whether D will not hold `pages` new ones unless idle prefixes are evicted, and there are any."""
@@ -156,12 +165,13 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         )
 
     def make_room_ahead(self, pages: int) -> None:
-        """Evict idle prefixes so that D holds `pages` soon, if that can be done without waiting."""
+        """Evict idle prefixes so that D holds `pages` soon, as far as can be told without waiting. `_take` does the rest."""
         short = self._short_of(pages)
-        if self._tree_cache is not None and 0 < short <= self._kvcache.surely_idle_device_pages():
+        if 0 < short <= self._kvcache.surely_idle_device_pages():
             self._evict(short)
 
     def _short_of(self, pages: int) -> int:
+        # What comes back counts as D's. It may be the host's, as may what is evicted.
         return pages - self.homes.device_free_pages - self._kvcache.freed.count
 
     def verify_byte_accounting(self) -> list[str]:

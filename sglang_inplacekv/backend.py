@@ -77,14 +77,9 @@ class InplaceAttnBackend(AttentionBackend):
             pages = self.pool.page_lists.of_decode(rids, forward_batch.req_pool_indices, lengths)
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            rows = forward_batch.req_pool_indices_cpu
-            pages = self.pool.page_lists.of_extend(
-                rids,
-                forward_batch.req_pool_indices,
-                prefixes,
-                lengths,
-                None if rows is None else rows.tolist(),
-            )
+            index, known = forward_batch.req_pool_indices, forward_batch.req_pool_indices_cpu
+            rows = (index if known is None else known).tolist()
+            pages = self.pool.page_lists.of_extend(rids, index, rows, prefixes, lengths)
         else:
             raise RuntimeError(
                 f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"

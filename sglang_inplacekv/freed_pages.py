@@ -11,8 +11,8 @@ import torch
 class FreedPages:
     """Ids that were freed, until they have reached the host; then `take_back` gets them, in the order of the frees.
 
-    On a GPU nobody waits for them as long as others are free: what frees and allocates is queued behind the running forward,
-    and the next one would be launched only after that had ended. Used by the scheduler's thread only.
+    On a GPU nobody waits for them as long as D has enough others: what frees and allocates is queued behind the running
+    forward, and the next one would be launched only after that had ended. Used by the scheduler's thread only.
     """
 
     def __init__(self, take_back: Callable[[list[int]], None], device: str) -> None:

@@ -27,7 +27,7 @@ class AdmissionGate:
     """One per pool. Holds the head of the queue back as SGLang does when its pool is full: those behind it wait too.
 
     Counts as SGLang's own budget does: of an answer at most CLIP_MAX_NEW_TOKENS, and of those of running requests that may
-    end early the fraction that SGLang expects. With `spill` SGLang is not interfered with, and no request is counted.
+    end early the fraction that SGLang expects. With `spill` no request is held back or counted.
     """
 
     def __init__(self, policy: str, pool: RegionPool) -> None:
@@ -60,7 +60,8 @@ class AdmissionGate:
         return result
 
     def make_room_ahead(self, scheduler: Scheduler) -> None:
-        """A pass of SGLang's is over, and its prefill about to be launched: evict what the next pass would evict.
+        """A pass of SGLang's is over, and its prefill about to be launched: evict what the next pass would evict, if it takes
+        what goes on and the head of the queue.
 
         Evicted only when their room is wanted, pages would have to be waited for: their ids lie on the device, behind the
         prefill that runs, and the GPU would idle until the next one is ready.
@@ -70,7 +71,7 @@ class AdmissionGate:
         most_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         if not self._pool.freed.travel or not allocator.lacks_room_ahead(self._pages(most_tokens)):
             return
-        tokens = 0 if going_on is None else _prompt_tokens(going_on) - going_on.kv.kv_allocated_len
+        tokens = 0 if going_on is None else _tokens_so_far(going_on) - going_on.kv.kv_allocated_len
         wanted = [tokens] if tokens else []
         with ExitStack() as kept:
             for req in scheduler.waiting_queue:
@@ -79,7 +80,7 @@ class AdmissionGate:
                 req.init_next_round_input(tree)
                 # The next pass keeps the prefixes of all its requests before it takes pages.
                 kept.callback(tree.unlock, tree.lock(req.last_node))
-                wanted.append(_prompt_tokens(req) - req.prefix_len)
+                wanted.append(_tokens_so_far(req) - req.prefix_len)
                 tokens += wanted[-1]
             if wanted:
                 wanted[-1] -= max(0, tokens - most_tokens)
@@ -136,7 +137,7 @@ class AdmissionGate:
     def _growth_pages(self, adder: PrefillAdder, req: Req) -> int:
         """Of a running request."""
         answer = adder._get_running_request_total_token_offset(req)
-        tokens = len(req.origin_input_ids) + len(req.output_ids) + answer
+        tokens = _tokens_so_far(req) + answer
         return max(0, self._pages(tokens) - self._pages(req.kv.kv_allocated_len))
 
     def _prefix_ids(self, adder: PrefillAdder, req: Req) -> torch.Tensor:
@@ -160,8 +161,8 @@ class AdmissionGate:
         return min(evictable + self._pool.freed.count, self._pool.idle_device_pages(besides=prefix))
 
 
-def _prompt_tokens(req: Req) -> int:
-    """With what has been answered before a retraction."""
+def _tokens_so_far(req: Req) -> int:
+    """Of its prompt and its answer."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 

@@ -8,7 +8,7 @@ free what it replaces). Else a row consists of the pages that the allocator has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,16 +68,15 @@ class PageLists:
         self,
         rids: list[str],
         index: torch.Tensor,
+        rows: list[int],
         prefixes: list[int],
         lengths: list[int],
-        rows: list[int] | None = None,
     ) -> list[np.ndarray]:
         """Pages of the requests `rids` in the rows `index` [requests] (on the device), ceil(length / G) each.
 
-        The forward extends them from `prefixes` tokens to `lengths`. `rows` are those of `index`, if the host knows them.
+        The forward extends them from `prefixes` tokens to `lengths`. `rows` is `index` on the host.
         """
         distinct = len(set(rids)) == len(rids)
-        rows = index.tolist() if rows is None else rows
         lists = self._extended(rids, rows, prefixes, lengths) if distinct else None
         self._handed_out, self._starting = [], []
         if lists is None:
@@ -168,20 +167,21 @@ class PageLists:
         *,
         current: bool,
     ) -> None:
+        free = set(self._pool.free_slots)
         for rid, row, length, pages in zip(rids, rows, lengths, lists, strict=True):
             before = self._known.get(self._owner.get(row, ""))
             if before is not None and before.row == row:
                 del self._known[self._owner[row]]
             namesake = self._known.get(rid)
-            if namesake is not None and namesake.row != row and self._is_live(namesake):
+            if namesake is not None and namesake.row != row and self._is_live(namesake, free):
                 self._shared.add(rid)
             self._owner[row] = rid
             own = current and rid not in self._shared
             self._known[rid] = _Known(row, self.generation(row), length, pages, own)
 
-    def _is_live(self, known: _Known) -> bool:
-        """Whether the request that `known` was seen of still has its row."""
-        return known.row not in self._pool.free_slots and known.generation == self.generation(known.row)
+    def _is_live(self, known: _Known, free: Collection[int]) -> bool:
+        """Whether the request that `known` was seen of still has its row. free: of SGLang's rows."""
+        return known.row not in free and known.generation == self.generation(known.row)
 
     def generation(self, row: int) -> int:
         """Rises whenever SGLang gives the row to a request."""
@@ -195,11 +195,7 @@ class PageLists:
     def known_live_pages(self) -> list[np.ndarray]:
         """The same without those that start: nothing is read."""
         free = set(self._pool.free_slots)
-        return [
-            known.pages
-            for known in self._known.values()
-            if known.row not in free and known.generation == self.generation(known.row)
-        ]
+        return [known.pages for known in self._known.values() if self._is_live(known, free)]
 
     @property
     def starting_pages(self) -> int:

@@ -94,13 +94,19 @@ class RegionPool(KVCache):
             self._note_step(self._control, began_s)
             self.regions.scope.target_share = self._control.share(self._host_tokens(spans))
             self.regions.scope.step_share = self._control.step_share
-        if self.regions.windows.free_count < len(spans):
+        if self.regions.windows.free_count < self._windows_to_open(spans):
             self.freed.wait()  # some may own windows
         self.plan = self.planner.build(spans, is_decode)
         self._decode_began_s = began_s if is_decode else None
         self._start(self.plan, graph_rows)
         self.metrics.observe(self.plan, began_s)
         return self.plan
+
+    def _windows_to_open(self, spans: list[Span]) -> int:
+        """At most: a forward leaves the last page of each request open, if any."""
+        first_host, windows = self.regions.sizes.first_host_page, self.regions.windows
+        last = [int(span.pages[-1]) for span in spans if len(span.pages)]
+        return sum(page >= first_host and windows.window_of(page) is None for page in last)
 
     def _note_step(self, control: ShareController, now_s: float) -> None:
         """A decode begins. If the forward before was one too, this is how long it took."""

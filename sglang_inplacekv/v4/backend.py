@@ -31,23 +31,25 @@ class InplaceV4Backend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         lengths, index = forward_batch.seq_lens_cpu.tolist(), forward_batch.req_pool_indices
         rids = forward_batch.rids or [f"warm-up {i}" for i in range(forward_batch.batch_size)]
-        is_decode = forward_batch.forward_mode.is_decode()
+        known, is_decode = forward_batch.req_pool_indices_cpu, forward_batch.forward_mode.is_decode()
+        rows = (index if known is None else known).tolist()
         if is_decode:
             prefixes = [length - 1 for length in lengths]
             pages = self.pool.page_lists.of_decode(rids, index, lengths)
         elif forward_batch.forward_mode.is_extend():
             prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            pages = self.pool.page_lists.of_extend(rids, index, prefixes, lengths)
+            pages = self.pool.page_lists.of_extend(rids, index, rows, prefixes, lengths)
         else:
             raise RuntimeError(
                 f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"
             )
         requests, first = [], 0
-        for row, *span in zip(index.tolist(), rids, pages, prefixes, lengths, strict=True):
+        for row, *span in zip(rows, rids, pages, prefixes, lengths, strict=True):
             own = Span(*span)
             on_device = torch.from_numpy(own.pages).to(index.device)
-            rows, generation = slice(first, first + own.new_tokens), self.pool.page_lists.generation(row)
-            requests.append(Request(row, own, rows, on_device, generation))
+            own_rows = slice(first, first + own.new_tokens)
+            generation = self.pool.page_lists.generation(row)
+            requests.append(Request(row, own, own_rows, on_device, generation))
             first += own.new_tokens
         self.pool.begin_requests(requests, is_decode)
 

@@ -84,7 +84,7 @@ def test_shares_in_whole_pages_are_distinct() -> None:
 
 def test_a_verdict_asks_for_time_and_place() -> None:
     rounds = {0.3: [12.0, 12.0], 0.4: [10.2, 10.2], 0.5: [10.0, 10.0], 0.6: [10.4, 10.4]}
-    assert Verdict.of(0.4, rounds) == Verdict(0.5, 10.0, (0.4, 0.5), 0.4, Spread(1.02, 1.02, 1.02, 2))
+    assert Verdict.of(0.4, rounds) == Verdict(0.5, 10.0, (0.4, 0.5), 0.4, 10.2, Spread(1.02, 1.02, 1.02, 2))
     assert Verdict.of(0.4, rounds).is_good
     assert not Verdict.of(0.6, rounds).is_good
     assert not Verdict.of(0.52, rounds).is_good, "nearest to a good one, but outside of the range"

@@ -129,6 +129,21 @@ def test_noise_does_not_move_it() -> None:
     assert len(shares) <= 3, shares
 
 
+@pytest.mark.parametrize(("slower", "follows"), [(1.002, False), (1.06, True)])
+def test_a_share_moves_where_a_layer_would_take_less(slower: float, follows: bool) -> None:
+    """Near 0.6, where a link that is 6% slower asks for 0.014 more, and a layer takes 3% longer until it gets that."""
+    host = Host()
+    host.steps(20)
+    before, best = host.shares[-1], host.best()
+    host.transfer = Line(0.0, slower * TRANSFER.token_s)
+    assert host.best() - best < 0.02
+    after = host.steps(60)
+    assert (after > before) == follows
+    if follows:
+        lines = host.cpu, host.transfer, TOKENS
+        assert layer_seconds(after, *lines) < 1.015 * layer_seconds(host.best(), *lines)
+
+
 def test_grows_with_the_context() -> None:
     host = Host()
     host.steps(20)

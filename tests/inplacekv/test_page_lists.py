@@ -49,7 +49,7 @@ def decode(lists: PageLists, rids: list[str], rows: list[int], lengths: list[int
 def extend(
     lists: PageLists, rids: list[str], rows: list[int], lengths: list[int], prefixes: list[int] | None = None
 ) -> list[list[int]]:
-    extended = lists.of_extend(rids, torch.tensor(rows), prefixes or [0] * len(rids), lengths)
+    extended = lists.of_extend(rids, torch.tensor(rows), rows, prefixes or [0] * len(rids), lengths)
     return [own.tolist() for own in extended]
 
 
