@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu_attn/exp2_fraction.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -34,19 +35,11 @@ struct Isa {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
   }
 
-  // Minimax on [-1/2, 1/2], relative error 1.9e-9 before rounding. Arguments below -126.5 give
-  // zero (no subnormals); NaN passes through (operand order of max).
+  // Arguments below -126.5 give zero (no subnormals); NaN passes through (operand order of max).
   static V exp2(V x) {
     x = _mm256_max_ps(set1(-127.0f), x);
     const V n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const V f = _mm256_sub_ps(x, n);
-    V p = set1(1.5345812e-4f);
-    p = fma(p, f, set1(1.3399931e-3f));
-    p = fma(p, f, set1(9.6184890e-3f));
-    p = fma(p, f, set1(5.5503288e-2f));
-    p = fma(p, f, set1(2.4022647e-1f));
-    p = fma(p, f, set1(6.9314721e-1f));
-    p = fma(p, f, set1(1.0f));
+    const V p = exp2_fraction<Isa>(_mm256_sub_ps(x, n));
     const __m256i bias = _mm256_set1_epi32(127);
     const __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), bias), 23);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(e));

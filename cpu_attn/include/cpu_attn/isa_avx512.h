@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu_attn/exp2_fraction.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -26,19 +27,11 @@ struct Isa {
   static float reduce_max(V a) { return _mm512_reduce_max_ps(a); }
   static float reduce_add(V a) { return _mm512_reduce_add_ps(a); }
 
-  // Minimax on [-1/2, 1/2], relative error 1.9e-9 before rounding. The clamp keeps -inf from
-  // becoming inf - inf; NaN passes through (operand order of max).
+  // The clamp keeps -inf from becoming inf - inf; NaN passes through (operand order of max).
   static V exp2(V x) {
     x = _mm512_max_ps(set1(-160.0f), x);
     const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const V f = _mm512_sub_ps(x, n);
-    V p = set1(1.5345812e-4f);
-    p = fma(p, f, set1(1.3399931e-3f));
-    p = fma(p, f, set1(9.6184890e-3f));
-    p = fma(p, f, set1(5.5503288e-2f));
-    p = fma(p, f, set1(2.4022647e-1f));
-    p = fma(p, f, set1(6.9314721e-1f));
-    p = fma(p, f, set1(1.0f));
+    const V p = exp2_fraction<Isa>(_mm512_sub_ps(x, n));
     return _mm512_scalef_ps(p, n);
   }
 

@@ -4,6 +4,7 @@
 
 #include <arm_neon.h>
 
+#include "cpu_attn/exp2_fraction.h"
 #include "cpu_attn/types.h"
 
 namespace cpu_attn {
@@ -27,19 +28,12 @@ struct Isa {
   static float reduce_max(V a) { return vmaxvq_f32(a); }
   static float reduce_add(V a) { return vaddvq_f32(a); }
 
-  // Minimax on [-1/2, 1/2], relative error 1.9e-9 before rounding. Arguments below -126.5 give
-  // zero (no subnormals); NaN passes through max, and its exponent is that of zero.
+  // Arguments below -126.5 give zero (no subnormals); NaN passes through max, and its exponent is
+  // that of zero.
   static V exp2(V x) {
     x = vmaxq_f32(set1(-127.0f), x);
     const V n = vrndnq_f32(x);
-    const V f = vsubq_f32(x, n);
-    V p = set1(1.5345812e-4f);
-    p = fma(p, f, set1(1.3399931e-3f));
-    p = fma(p, f, set1(9.6184890e-3f));
-    p = fma(p, f, set1(5.5503288e-2f));
-    p = fma(p, f, set1(2.4022647e-1f));
-    p = fma(p, f, set1(6.9314721e-1f));
-    p = fma(p, f, set1(1.0f));
+    const V p = exp2_fraction<Isa>(vsubq_f32(x, n));
     // Unsigned: what stands beyond the last query may be huge, and its sum then wraps.
     const uint32x4_t e = vaddq_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(n)), vdupq_n_u32(127));
     return vmulq_f32(p, vreinterpretq_f32_u32(vshlq_n_u32(e, 23)));
