@@ -76,7 +76,6 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages = self._take(num_new_pages)
         if pages is None:
             return None
-        self._kvcache.page_lists.handed_out(self._taken)
         out = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
         alloc_extend_naive(prefix_lens, seq_lens, last_loc, pages, out, self.page_size, self.device)
         return out
@@ -86,7 +85,6 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
         pages = self._take(num_new_pages)
         if pages is None:
             return None
-        self._kvcache.page_lists.handed_out(self._taken)
         out = torch.empty(len(seq_lens), dtype=torch.int64, device=self.device)
         alloc_decode_naive(seq_lens, last_loc, pages, out, self.page_size, num_new_pages)
         return out
@@ -97,9 +95,9 @@ class InplaceAllocator(PagedTokenToKVPoolAllocator):
             self._kvcache.freed.wait()  # they may be of D; and where the others go depends on what the host holds
         self._make_room_in_device(count)
         pages = self.homes.allocate(count)
-        self._taken = pages or []
         if pages is None:
             return None
+        self._kvcache.page_lists.handed_out(pages)
         # Nobody waits for the copy: it is queued behind the forward that runs.
         ids = torch.tensor(pages, dtype=torch.int64, pin_memory=self._kvcache.on_gpu)
         return ids.to(self.device, non_blocking=True)

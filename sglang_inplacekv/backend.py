@@ -20,6 +20,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 from sglang_inplacekv.compat import BACKEND_NAME
 from sglang_inplacekv.device_backend import make_device_backend
 from sglang_inplacekv.executors.plan_fence import PlanFence
+from sglang_inplacekv.forward_spans import spans_of
 from sglang_inplacekv.graphs import DEVICE, SPILLED
 from sglang_inplacekv.pool import RegionPool, pool_of
 from sglang_inplacekv.step_plan import Span
@@ -47,7 +48,7 @@ class InplaceAttnBackend(AttentionBackend):
     # Eager forwards, and what both kinds share
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._capturing, spans = False, self._spans(forward_batch)
+        self._capturing, spans = False, spans_of(forward_batch, self.pool.page_lists)
         is_decode = forward_batch.forward_mode.is_decode()
         # On a CPU stock computes a whole sequence again for each of its chunks, so it is given decodes alone.
         if (is_decode or self._on_gpu) and self.pool.all_in_device(spans):
@@ -70,26 +71,6 @@ class InplaceAttnBackend(AttentionBackend):
         if not self.pool.device_only:
             self.pool.begin_prefix(forward_batch)
 
-    def _spans(self, forward_batch: ForwardBatch) -> list[Span]:
-        lengths, rids = forward_batch.seq_lens_cpu.tolist(), self._request_ids(forward_batch)
-        if forward_batch.forward_mode.is_decode():
-            prefixes = [length - 1 for length in lengths]
-            pages = self.pool.page_lists.of_decode(rids, forward_batch.req_pool_indices, lengths)
-        elif forward_batch.forward_mode.is_extend():
-            prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            index, known = forward_batch.req_pool_indices, forward_batch.req_pool_indices_cpu
-            rows = (index if known is None else known).tolist()
-            pages = self.pool.page_lists.of_extend(rids, index, rows, prefixes, lengths)
-        else:
-            raise RuntimeError(
-                f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"
-            )
-        return [Span(*span) for span in zip(rids, pages, prefixes, lengths, strict=True)]
-
-    def _request_ids(self, forward_batch: ForwardBatch) -> list[str]:
-        # SGLang's own warm-up forwards belong to no request.
-        return forward_batch.rids or [f"warm-up {i}" for i in range(forward_batch.batch_size)]
-
     # Decode under CUDA graphs
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -101,7 +82,7 @@ class InplaceAttnBackend(AttentionBackend):
 
     def choose_form(self, forward_batch: ForwardBatch) -> str:
         """Which captured form serves this decode step. May be asked twice, and when no replay follows."""
-        self._chosen = self._spans(forward_batch)
+        self._chosen = spans_of(forward_batch, self.pool.page_lists)
         self._form = DEVICE if self.pool.all_in_device(self._chosen) else SPILLED
         return self._form
 

@@ -71,21 +71,23 @@ class AdmissionGate:
         most_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         if not self._pool.freed.travel or not allocator.lacks_room_ahead(self._pages(most_tokens)):
             return
-        tokens = 0 if going_on is None else _tokens_so_far(going_on) - going_on.kv.kv_allocated_len
-        wanted = [tokens] if tokens else []
+        left, pages = (
+            most_tokens,
+            0,
+        )  # tokens of the next pass, and its pages with those that answers begin in
+        if going_on is not None:
+            own = min(left, _tokens_so_far(going_on) - going_on.kv.kv_allocated_len)
+            left, pages = left - own, self._pages(own + 1)
         with ExitStack() as kept:
             for req in scheduler.waiting_queue:
-                if tokens >= most_tokens:
+                if not left:
                     break
                 req.init_next_round_input(tree)
                 # The next pass keeps the prefixes of all its requests before it takes pages.
                 kept.callback(tree.unlock, tree.lock(req.last_node))
-                wanted.append(_tokens_so_far(req) - req.prefix_len)
-                tokens += wanted[-1]
-            if wanted:
-                wanted[-1] -= max(0, tokens - most_tokens)
-            # With the page that each answer begins in.
-            allocator.make_room_ahead(sum(self._pages(own + 1) for own in wanted))
+                own = min(left, _tokens_so_far(req) - req.prefix_len)
+                left, pages = left - own, pages + self._pages(own + 1)
+            allocator.make_room_ahead(pages)
 
     def _verdict(self, adder: PrefillAdder, req: Req) -> Verdict:
         verdict = self._decide(adder, req)

@@ -77,7 +77,7 @@ class PageLists:
         The forward extends them from `prefixes` tokens to `lengths`. `rows` is `index` on the host.
         """
         distinct = len(set(rids)) == len(rids)
-        lists = self._extended(rids, rows, prefixes, lengths) if distinct else None
+        lists = self._told(rids, rows, prefixes, lengths) if distinct else None
         self._handed_out, self._starting = [], []
         if lists is None:
             lists = self._read(index, lengths)
@@ -86,35 +86,12 @@ class PageLists:
         self._keep(rids, rows, lengths, lists, current=distinct)
         return lists
 
-    def _extended(
-        self, rids: list[str], rows: list[int], prefixes: list[int], lengths: list[int]
-    ) -> list[np.ndarray] | None:
-        """What the requests must have after this extend, None if that cannot be told."""
-        lists, size, handed_out = [], self._page_size, 0
-        for rid, row, prefix, length in zip(rids, rows, prefixes, lengths, strict=True):
-            before = self._before(rid, row, prefix)
-            if before is None:
-                return None
-            count = -(-length // size) - len(before)
-            own = self._handed_out[handed_out : handed_out + count]
-            handed_out += count
-            lists.append(np.concatenate((before, np.array(own, dtype=np.int64))))
-        return lists if handed_out == len(self._handed_out) else None
-
-    def _before(self, rid: str, row: int, prefix: int) -> np.ndarray | None:
-        """Pages of the `prefix` tokens that a request had before an extend, None if that cannot be told."""
-        if prefix == 0:
-            return np.empty(0, dtype=np.int64)
-        known = self._known.get(rid)
-        if known is None or not known.current or (known.row, known.length) != (row, prefix):
-            return None
-        return known.pages if known.generation == self.generation(row) else None
-
     def of_decode(self, rids: list[str], index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         """The same for a decode step, in which each request has grown by one token. May be asked twice in a step."""
         # Two requests may have been given one id: neither's pages can then be told from the id.
         distinct = len(set(rids)) == len(rids)
-        lists = self._grown(rids, lengths) if distinct else None
+        prefixes = [length - 1 for length in lengths]
+        lists = self._told(rids, [None] * len(rids), prefixes, lengths) if distinct else None
         self._handed_out = []
         if lists is None:
             lists = self._read(index, lengths)
@@ -128,21 +105,36 @@ class PageLists:
             known.length, known.pages = length, pages
         return lists
 
-    def _grown(self, rids: list[str], lengths: list[int]) -> list[np.ndarray] | None:
-        """What the requests must have by now, None if that cannot be told."""
-        lists, new = [], iter(self._handed_out)
-        for rid, length in zip(rids, lengths, strict=True):
-            known = self._known.get(rid)
-            if known is None or not known.current:
+    def _told(
+        self, rids: list[str], rows: Sequence[int | None], prefixes: list[int], lengths: list[int]
+    ) -> list[np.ndarray] | None:
+        """What requests that grow from `prefixes` tokens to `lengths` must have by now, None if that cannot be told.
+
+        rows: None in a decode, which nobody joins.
+        """
+        lists, taken = [], 0
+        for rid, row, prefix, length in zip(rids, rows, prefixes, lengths, strict=True):
+            before = self._before(rid, row, prefix)
+            if before is None:
                 return None
-            if known.length == length:
-                lists.append(known.pages)
-                continue
-            page = next(new, None) if (length - 1) % self._page_size == 0 else -1
-            if known.length != length - 1 or page is None:
-                return None
-            lists.append(known.pages if page == -1 else np.append(known.pages, page))
-        return lists if next(new, None) is None else None
+            count = -(-length // self._page_size) - len(before)
+            own = self._handed_out[taken : taken + count]
+            taken += count
+            lists.append(np.concatenate((before, np.array(own, dtype=np.int64))) if count else before)
+        return lists if taken == len(self._handed_out) else None
+
+    def _before(self, rid: str, row: int | None, prefix: int) -> np.ndarray | None:
+        """Pages of the `prefix` tokens that a request had, None if that cannot be told."""
+        if row is not None and prefix == 0:
+            return np.empty(0, dtype=np.int64)
+        known = self._known.get(rid)
+        if known is None or not known.current:
+            return None
+        if row is None:
+            # One token more if this step has asked before.
+            return known.pages if known.length in (prefix, prefix + 1) else None
+        same = (known.row, known.generation, known.length) == (row, self.generation(row), prefix)
+        return known.pages if same else None
 
     def _read(self, index: torch.Tensor, lengths: list[int]) -> list[np.ndarray]:
         size = self._page_size

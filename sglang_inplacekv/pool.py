@@ -202,20 +202,22 @@ class RegionPool(KVCache):
 
         `besides` count as in use.
         """
-        live = np.zeros(self.regions.sizes.pages, dtype=bool)
-        for pages in self.page_lists.live_pages():
-            live[pages] = True
-        if besides is not None:
-            live[besides] = True
-        return self.regions.homes.device_used_pages - int(live[1 : self.regions.sizes.first_host_page].sum())
+        return self._device_pages_used_besides(
+            self.page_lists.live_pages() + ([] if besides is None else [besides])
+        )
 
     def surely_idle_device_pages(self) -> int:
         """Of those, how many at least, without waiting for the device. Pages whose free is under way are not among them."""
-        first_host = self.regions.sizes.first_host_page
-        live = [pages[pages < first_host] for pages in self.page_lists.known_live_pages()]
-        live_pages = len(np.unique(np.concatenate(live))) if live else 0
-        used = self.regions.homes.device_used_pages - self.freed.count
-        return used - live_pages - self.page_lists.starting_pages
+        used = self._device_pages_used_besides(self.page_lists.known_live_pages())
+        return used - self.freed.count - self.page_lists.starting_pages
+
+    def _device_pages_used_besides(self, lists: list[np.ndarray]) -> int:
+        listed = np.zeros(self.regions.sizes.pages, dtype=bool)
+        for pages in lists:
+            listed[pages] = True
+        return self.regions.homes.device_used_pages - int(
+            listed[1 : self.regions.sizes.first_host_page].sum()
+        )
 
     def _check_write(self, loc_info) -> None:
         loc, _, _ = unwrap_write_loc(loc_info)

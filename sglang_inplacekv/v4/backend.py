@@ -6,9 +6,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_inplacekv.compat import BACKEND_NAME
+from sglang_inplacekv.forward_spans import rows_of, spans_of
 from sglang_inplacekv.pool import pool_of
-from sglang_inplacekv.step_plan import Span
 from sglang_inplacekv.v4.attend import layer_attention
 from sglang_inplacekv.v4.pool import InplaceV4Pool
 from sglang_inplacekv.v4.requests import Request
@@ -29,29 +28,14 @@ class InplaceV4Backend(AttentionBackend):
         self._layers = [layer_attention(pool, layer, selector) for layer, selector in enumerate(selectors)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        lengths, index = forward_batch.seq_lens_cpu.tolist(), forward_batch.req_pool_indices
-        rids = forward_batch.rids or [f"warm-up {i}" for i in range(forward_batch.batch_size)]
-        known, is_decode = forward_batch.req_pool_indices_cpu, forward_batch.forward_mode.is_decode()
-        rows = (index if known is None else known).tolist()
-        if is_decode:
-            prefixes = [length - 1 for length in lengths]
-            pages = self.pool.page_lists.of_decode(rids, index, lengths)
-        elif forward_batch.forward_mode.is_extend():
-            prefixes = list(forward_batch.extend_prefix_lens_cpu)
-            pages = self.pool.page_lists.of_extend(rids, index, rows, prefixes, lengths)
-        else:
-            raise RuntimeError(
-                f"forward mode {forward_batch.forward_mode} is not supported by {BACKEND_NAME}"
-            )
+        spans, device = spans_of(forward_batch, self.pool.page_lists), forward_batch.req_pool_indices.device
         requests, first = [], 0
-        for row, *span in zip(rows, rids, pages, prefixes, lengths, strict=True):
-            own = Span(*span)
-            on_device = torch.from_numpy(own.pages).to(index.device)
-            own_rows = slice(first, first + own.new_tokens)
-            generation = self.pool.page_lists.generation(row)
-            requests.append(Request(row, own, own_rows, on_device, generation))
+        for row, own in zip(rows_of(forward_batch), spans, strict=True):
+            on_device = torch.from_numpy(own.pages).to(device)
+            rows, generation = slice(first, first + own.new_tokens), self.pool.page_lists.generation(row)
+            requests.append(Request(row, own, rows, on_device, generation))
             first += own.new_tokens
-        self.pool.begin_requests(requests, is_decode)
+        self.pool.begin_requests(requests, forward_batch.forward_mode.is_decode())
 
     def attend(
         self, layer: int, *, h: torch.Tensor, q_resid: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
