@@ -310,8 +310,11 @@ int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 10.0;
   uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   std::vector<const Kernel*> kernels;
-  for (int i = 0; const Kernel* kernel = cpu_attn::supported_kernel(i); ++i)
-    kernels.push_back(kernel);
+  for (int i = 0; const Kernel* kernel = cpu_attn::supported_kernel(i); ++i) {
+    // By name: tiles must be asked for, and may be refused.
+    if (const Kernel* found = cpu_attn::find_kernel(kernel->name)) kernels.push_back(found);
+    else std::printf("%s is refused here\n", kernel->name);
+  }
   if (const Kernel* emulated = cpu_attn::find_kernel("amx-emulated")) kernels.push_back(emulated);
   std::vector<std::unique_ptr<Team>> teams;
   for (int threads = 1; threads <= 4; ++threads) teams.emplace_back(new Team(threads, 0.0));
