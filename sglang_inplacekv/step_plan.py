@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -111,6 +112,20 @@ class StepPlan:
         }
 
 
+@dataclass(frozen=True)
+class _Located:
+    """Where a request's pages are. It follows from `ids`, `open` and `roles`, and holds for as long as they are the same."""
+
+    ids: np.ndarray  # of the pages that are read
+    own: frozenset[int]  # the same
+    open: dict[int, int]  # those that have a window, and which
+    roles: list[int]  # of all chunks
+    device_pages: np.ndarray
+    compute_pages: np.ndarray
+    transfer_pages: np.ndarray
+    ends_on_device: bool
+
+
 class Planner:
     """Builds StepPlans from page ids. Opens windows, so it runs once per forward, before anything is queued."""
 
@@ -118,6 +133,8 @@ class Planner:
         self.homes, self.windows = homes, windows
         self.sizes = homes.sizes
         self._timeout_s = wait_timeout_s
+        # By request of the last decode: from one decode to the next most requests have the same pages in the same places.
+        self._located: list[_Located] = []
 
     def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
         plan = StepPlan(list(spans), is_decode, self.sizes.page_size)
@@ -129,9 +146,14 @@ class Planner:
             first += span.new_tokens
         plan.device_tokens = np.concatenate(tokens) if tokens else plan.device_tokens
         plan.device_slots = np.concatenate(slots) if slots else plan.device_slots
-        self._note_windows()
-        plan.reads = [self._plan_reads(span, is_decode) for span in plan.spans]
+        ends = [span.length if is_decode else span.prefix for span in plan.spans]
+        located = [
+            self._locate(span.pages[: -(-end // self.sizes.page_size)], last)
+            for span, end, last in zip(plan.spans, ends, chain(self._located, repeat(None)), strict=False)
+        ]
+        plan.reads = [self._plan_reads(*each) for each in zip(plan.spans, ends, located, strict=True)]
         if is_decode:
+            self._located = located
             self._steal(plan.reads)
         outstanding = self.homes.outstanding()
         if outstanding:
@@ -139,12 +161,6 @@ class Planner:
             read = set(np.concatenate(home_pages).tolist()) if home_pages else set()
             plan.pending = {page: ticket for page, ticket in outstanding.items() if page in read}
         return plan
-
-    def _note_windows(self) -> None:
-        """Open pages, sorted, and their windows: what the lists of this forward are matched against."""
-        pages = sorted(self.windows.open_pages().items())
-        self._open_pages = np.array([page for page, _ in pages], dtype=np.int64)
-        self._open_windows = np.array([window for _, window in pages], dtype=np.int64)
 
     def _plan_writes(self, plan: StepPlan, span: Span, first: int, tokens: list, slots: list) -> None:
         size = self.sizes.page_size
@@ -179,26 +195,47 @@ class Planner:
             own.steal(count)
         self.homes.scope.stolen_pages += wanted
 
-    def _plan_reads(self, span: Span, is_decode: bool) -> Reads:
-        size, first_host = self.sizes.page_size, self.sizes.first_host_page
-        read_end = span.length if is_decode else span.prefix
-        ids = np.asarray(span.pages[: -(-read_end // size)], dtype=np.int64)
+    def _locate(self, pages: np.ndarray, last: _Located | None) -> _Located:
+        """`last` where nothing has changed."""
+        ids, roles = np.asarray(pages, dtype=np.int64), self.homes.role
+        if last is not None and last.roles == roles and np.array_equal(last.ids, ids):
+            own, opened = last.own, self._windows_of(last.own)
+            if opened == last.open:
+                return last
+        else:
+            own = frozenset(ids.tolist())
+            opened = self._windows_of(own)
+        first_host = self.sizes.first_host_page
         place = np.where(ids < first_host, ids, -1)
-        held = np.isin(ids, self._open_pages)
-        place[held] = first_host + self._open_windows[np.searchsorted(self._open_pages, ids[held])]
+        for page, window in opened.items():
+            place[ids == page] = first_host + window
         on_device = place >= 0
-        device_pages = place[on_device]
-        spare = len(ids) * size - read_end
-        if spare and not on_device[-1]:
-            raise RuntimeError(
-                f"request {span.label}: open page {ids[-1]} of {size - spare} tokens is in no window"
-            )
-        device_tokens = len(device_pages) * size - spare
         home = ids[~on_device]
-        roles = np.asarray(self.homes.role)[self.sizes.locate(home)[0]] if len(home) else home
-        computed = roles == ROLE_COMPUTE
-        reads = Reads(device_pages, device_tokens, home[computed], home[~computed])
-        planned = device_tokens + len(home) * size
+        computed = np.asarray(roles)[self.sizes.locate(home)[0]] == ROLE_COMPUTE if len(home) else home > 0
+        return _Located(
+            ids.copy(),
+            own,
+            opened,
+            roles.copy(),
+            place[on_device],
+            home[computed],
+            home[~computed],
+            bool(len(ids) and on_device[-1]),
+        )
+
+    def _windows_of(self, pages: frozenset[int]) -> dict[int, int]:
+        return {page: window for page, window in self.windows.open_pages().items() if page in pages}
+
+    def _plan_reads(self, span: Span, read_end: int, located: _Located) -> Reads:
+        size = self.sizes.page_size
+        spare = len(located.ids) * size - read_end
+        if spare and not located.ends_on_device:
+            raise RuntimeError(
+                f"request {span.label}: open page {located.ids[-1]} of {size - spare} tokens is in no window"
+            )
+        device_tokens = len(located.device_pages) * size - spare
+        reads = Reads(located.device_pages, device_tokens, located.compute_pages, located.transfer_pages)
+        planned = device_tokens + (len(reads.compute_pages) + len(reads.transfer_pages)) * size
         if planned != read_end:
             raise RuntimeError(f"request {span.label}: {read_end} tokens to attend, {planned} planned")
         return reads

@@ -21,7 +21,7 @@ import torch
 import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
-from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferClocks, TransferTimings
+from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TileCopies, TransferClocks, TransferTimings
 from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_mla import LatentAttention
 from sglang_inplacekv.executors.flashinfer_paged import (
@@ -38,7 +38,7 @@ from sglang_inplacekv.executors.hand_over import HandOver
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
 from sglang_inplacekv.executors.plan_fence import PlanFence
 from sglang_inplacekv.executors.prefix_gather import PrefixGather
-from sglang_inplacekv.executors.tile_stream import Tile
+from sglang_inplacekv.executors.tile_stream import Tile, plan_tiles
 from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.page_table import compute_table
@@ -48,22 +48,41 @@ from sglang_inplacekv.tickets import Ticket, wait_all
 
 
 @dataclass
+class _HostReads:
+    """What a forward reads from host memory, in the forms that its layers use."""
+
+    key: tuple[int, list[bytes]] | None  # of a decode: equal where all of this is
+    copies: TileCopies
+    lists: list[PagedLists]  # of the copies' tiles
+    table: cpu_attn.PageTable | None
+    arguments: cpu_attn.DecodeArguments | None = (
+        None  # of the CPU's part, but for the layer's KV and the scale
+    )
+
+
+@dataclass
+class _Writes:
+    """Where an extend's new tokens go."""
+
+    tokens: torch.Tensor | None  # None: every token goes to the device, in order
+    slots: torch.Tensor
+    homes: CudaHomeWriter
+
+
+@dataclass
 class _Forward:
     """A plan in the form that every layer uses. The attention calls are planned at the first layer, which knows q."""
 
     plan: StepPlan
     row_counts: np.ndarray  # new tokens of each request, int32
-    write_tokens: torch.Tensor | None  # None: every token goes to the device, in order
-    write_slots: torch.Tensor
-    homes: CudaHomeWriter
+    writes: _Writes | None  # of an extend
+    host: _HostReads
     stream: CudaTileStream
-    table: cpu_attn.PageTable | None
     in_place: bool  # T is read where it lies, not through P
     rows: int  # of q: the plan's tokens, or those of the captured decode that is replayed
     replayed: bool
     planned: bool = False
     padded: bool = False
-    arguments: cpu_attn.DecodeArguments | None = None  # of the CPU's part, but for the layer's KV
     answer: tuple[int, cpu_attn.Job] | None = None  # of the CPU, to be collected, and the layer it is for
     gather: PrefixGather | None = None
     tiles: list[PagedCall] = field(default_factory=list)
@@ -89,9 +108,10 @@ class CudaExecutor(Executor):
         self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
-        # Of the calls that are captured, and of all others.
-        self._captured_planning, self._planning = PlanFence(), PlanFence()
+        # Of what leaves for fixed addresses, captured calls' plans among it, and of all other calls.
+        self._fixed_planning, self._planning = PlanFence(), PlanFence()
         self._hand: HandOver | None = None
+        self._last_reads: _HostReads | None = None
         self._clocks = TransferClocks(shape.layers)
         self.reserve_rows(0)
 
@@ -105,7 +125,8 @@ class CudaExecutor(Executor):
         # Windows outnumber running requests, so these addresses are good for every decode there will be.
         rows = max(rows, self.regions.sizes.window_pages)
         self._decode_slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        self._hand = None
+        self._slots_host = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self._hand = self._last_reads = None
 
     def begin_capture(self, rows: int) -> None:
         self._capturing_rows = rows
@@ -115,36 +136,70 @@ class CudaExecutor(Executor):
         wait_all(plan.pending.values(), self._timeout_s, f"{plan.who}, region C or T,")
         # The GPU is done with the forward before last, or nearly so, even where that was cut short and never finishes.
         self._clocks.read_all(self._costs, but=1)
-        slots = to_gpu(plan.device_slots)
-        if plan.is_decode:
-            # Page 0 is padding: rows that only fill a captured batch up write there.
-            self._decode_slots[: len(slots)] = slots
-            self._decode_slots[len(slots) :] = 0
-        everything = len(plan.device_tokens) == plan.tokens
         in_place = plan.is_decode and self.regions.config.transfer == "zero-copy"
+        row_counts = np.array([span.new_tokens for span in plan.spans], dtype=np.int32)
+        rows = graph_rows or plan.tokens
+        host = self._host_reads(plan, row_counts, rows, streams=not in_place)
+        # Its first copies are under way from here on.
+        stream = CudaTileStream(
+            self.regions,
+            self._copy_stream,
+            self._tiles,
+            self._bounce,
+            host.copies,
+            plan.who,
+            self._queues["copy"],
+        )
         self._current = _Forward(
             plan,
-            np.array([span.new_tokens for span in plan.spans], dtype=np.int32),
-            None if everything else to_gpu(plan.device_tokens),
-            slots,
-            CudaHomeWriter(self.regions, self._queues["write"], plan, self._write_stream),
-            CudaTileStream(
-                self.regions,
-                self._copy_stream,
-                self._tiles,
-                self._bounce,
-                plan,
-                self._queues["copy"],
-                tiles=[] if in_place else None,
-            ),
-            compute_table(plan, self.regions.sizes) if plan.is_decode else None,
+            row_counts,
+            None if plan.is_decode else self._writes_of(plan),
+            host,
+            stream,
             in_place and any(len(reads.transfer_pages) for reads in plan.reads),
-            rows=graph_rows or plan.tokens,
+            rows=rows,
             replayed=graph_rows is not None,
         )
-        self._clocks.add(self._current.stream, plan)
-        if graph_rows is not None:
-            self._plan_replay(self._current)
+        self._clocks.add(stream, plan)
+        if plan.is_decode:
+            with self._fixed_planning:
+                self._send_slots(plan.device_slots)
+                if graph_rows is not None:
+                    self._plan_replay(self._current)
+
+    def _send_slots(self, slots: np.ndarray) -> None:
+        """Page 0 is padding: rows that only fill a captured batch up write there."""
+        host = self._slots_host.numpy()
+        host[: len(slots)], host[len(slots) :] = slots, 0
+        self._decode_slots.copy_(self._slots_host, non_blocking=True)
+
+    def _host_reads(self, plan: StepPlan, row_counts: np.ndarray, rows: int, *, streams: bool) -> _HostReads:
+        """Those of the last decode where `plan` reads the same: from one decode to the next most pages stay."""
+        key, last = None, self._last_reads
+        if plan.is_decode:
+            lists = [(own.compute_pages, own.stolen_pages, own.transfer_pages) for own in plan.reads]
+            key = rows, [pages.tobytes() for own in lists for pages in own]
+            if last is not None and last.key == key:
+                return last
+        sizes = self.regions.sizes
+        tiles = plan_tiles(plan, sizes) if streams else []
+        reads = _HostReads(
+            key,
+            TileCopies(self.regions, tiles),
+            [self._tile_lists(row_counts, tile) for tile in tiles],
+            compute_table(plan, sizes) if plan.is_decode else None,
+        )
+        if plan.is_decode:
+            self._last_reads = reads
+        return reads
+
+    def _writes_of(self, plan: StepPlan) -> _Writes:
+        everything = len(plan.device_tokens) == plan.tokens
+        return _Writes(
+            None if everything else to_gpu(plan.device_tokens),
+            to_gpu(plan.device_slots),
+            CudaHomeWriter(self.regions, self._queues["write"], plan, self._write_stream),
+        )
 
     def take_costs(self) -> Costs:
         self._clocks.read_finished(self._costs)
@@ -165,11 +220,13 @@ class CudaExecutor(Executor):
         if forward.plan.is_decode:
             self.write_decoded(layer, *parts)
             return
-        if len(forward.write_slots):
-            tokens = forward.write_tokens
+        writes = forward.writes
+        assert writes is not None
+        if len(writes.slots):
+            tokens = writes.tokens
             for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
-                target.index_copy_(0, forward.write_slots, source if tokens is None else source[tokens])
-        forward.homes.write(layer, parts, self._timeout_s)
+                target.index_copy_(0, writes.slots, source if tokens is None else source[tokens])
+        writes.homes.write(layer, parts, self._timeout_s)
 
     def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> State:
         if self._capturing_rows is not None:
@@ -180,16 +237,16 @@ class CudaExecutor(Executor):
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
-        rows, table = forward.plan.tokens, forward.table
-        q, arguments = q[:rows], None
+        rows, signal = forward.plan.tokens, None
+        q = q[:rows]
         # Asked once: it takes torch longer than what is then queued there takes.
         current = torch.cuda.current_stream()
-        if table is not None:
+        computes = forward.host.table is not None
+        if computes:
             sent = hand.send(q, current)
-            if forward.arguments is None:
-                into = [part[:rows] for part in hand.to_compute(forward.rows)]
-                forward.arguments = self._computed_arguments(layer, sent, table, scale, *into)
-            arguments = replace(forward.arguments, kv=self._computed_kv(layer), scale=scale)
+            if layer == 0:
+                # The team is idle until it has this q. Later it is at work here, and what the GPU has to do comes first.
+                signal = self._compute(layer, hand, sent, scale)
         if forward.in_place:
             self._in_place.run(
                 q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
@@ -198,27 +255,36 @@ class CudaExecutor(Executor):
             self._attend_tiles(layer, q, hand.transferred(rows), current)
         if forward.tiles:
             forward.stream.read(current)
-        if arguments is not None:
-            self._compute(layer, hand, arguments, current)
+        if computes:
+            signal = signal or self._compute(layer, hand, sent, scale)
+            hand.await_answer(signal, current)
+            if layer == self.regions.shape.layers - 1:
+                self._collect_answer()
 
-    def _compute(
-        self, layer: int, hand: HandOver, arguments: cpu_attn.DecodeArguments, current: torch.cuda.Stream
-    ) -> None:
-        """Let the CPU attend C for this layer, and the GPU wait for it.
+    def _compute(self, layer: int, hand: HandOver, q: torch.Tensor, scale: float) -> cpu_attn.Signal:
+        """Let the CPU attend its part of this layer to q, which is on its way there.
 
         The host returns before the CPU has answered, and queues the next layer meanwhile. That layer's q comes after the
         answer, so there the answer is collected first; the last layer's is collected at once.
         """
         forward = self._forward
-        with hand.answer(current) as signal:
-            self._collect_answer()
-            hand.await_q()
-            if not forward.padded:
-                hand.clear_padding(forward.rows, forward.plan.tokens)
-                forward.padded = True
-            forward.answer = layer, self.regions.team.submit_arguments(arguments, signal)
-        if layer == self.regions.shape.layers - 1:
-            self._collect_answer()
+        if layer:
+            # The GPU is past the layer before last, or q of the last would not have come.
+            forward.stream.read_clocks(layer - 1)
+        self._collect_answer()
+        hand.await_q()
+        if not forward.padded:
+            hand.clear_padding(forward.rows, forward.plan.tokens)
+            forward.padded = True
+        host = forward.host
+        if host.arguments is None:
+            assert host.table is not None
+            into = [part[: len(q)] for part in hand.to_compute(forward.rows)]
+            host.arguments = self._computed_arguments(layer, q, host.table, scale, *into)
+        arguments = replace(host.arguments, kv=self._computed_kv(layer), scale=scale)
+        signal = hand.next_answer()
+        forward.answer = layer, self.regions.team.submit_arguments(arguments, signal)
+        return signal
 
     def _collect_answer(self) -> None:
         forward = self._forward
@@ -275,8 +341,7 @@ class CudaExecutor(Executor):
             np.concatenate((lists.last_page_tokens, spare)),
         )
         assert self._geometry is not None
-        with self._captured_planning:
-            self._captured[forward.rows].plan(self._geometry, filled)
+        self._captured[forward.rows].plan(self._geometry, filled)
 
     def extend(
         self,
@@ -334,15 +399,15 @@ class CudaExecutor(Executor):
         if forward.plan.is_decode:
             self._hand_over(q).begin(
                 forward.rows,
-                computed=forward.table is not None,
+                computed=forward.host.table is not None,
                 transferred=forward.in_place or bool(forward.stream.tiles),
             )
         used = {"NHD": 0, "HND": 0}
-        for tile in forward.stream.tiles:
+        for tile, lists in zip(forward.stream.tiles, forward.host.lists, strict=True):
             layout = "HND" if tile.role == ROLE_COMPUTE else "NHD"
             attention = self._attention_for(layout, used[layout])
             used[layout] += 1
-            attention.plan(geometry, self._tile_lists(forward, tile))
+            attention.plan(geometry, lists)
             forward.tiles.append(attention)
 
     def _geometry_of(self, q: torch.Tensor, scale: float) -> Geometry:
@@ -369,19 +434,20 @@ class CudaExecutor(Executor):
     def _in_place_lists(self, forward: _Forward) -> PagedLists:
         pages = [own.transfer_pages for own in forward.plan.reads]
         counts = np.array([len(own) for own in pages], dtype=np.int32)
-        return self._full_pages(forward, counts, self.regions.arena.zero_copy_index(np.concatenate(pages)))
+        index = self.regions.arena.zero_copy_index(np.concatenate(pages))
+        return self._full_pages(forward.row_counts, counts, index)
 
-    def _tile_lists(self, forward: _Forward, tile: Tile) -> PagedLists:
-        counts = np.zeros(len(forward.row_counts), dtype=np.int32)
+    def _tile_lists(self, row_counts: np.ndarray, tile: Tile) -> PagedLists:
+        counts = np.zeros(len(row_counts), dtype=np.int32)
         for request, own in tile.readers:
             counts[request] = len(own)
         pages = np.concatenate([own.numpy() for _, own in tile.readers]).astype(np.int32)
-        return self._full_pages(forward, counts, pages)
+        return self._full_pages(row_counts, counts, pages)
 
-    def _full_pages(self, forward: _Forward, counts: np.ndarray, pages: np.ndarray) -> PagedLists:
+    def _full_pages(self, row_counts: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> PagedLists:
         """Host pages are full, all of them."""
         full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
-        return PagedLists(forward.row_counts, counts, pages, full)
+        return PagedLists(row_counts, counts, pages, full)
 
     def _device_pages(self, layer: int) -> KV:
         shape = self.regions.shape

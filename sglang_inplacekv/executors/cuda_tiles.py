@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang_inplacekv.executors.dma import CopyBatch
-from sglang_inplacekv.executors.tile_stream import Tile, plan_tiles
+from sglang_inplacekv.executors.tile_stream import Tile
 from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.layout import ROLE_COMPUTE
 from sglang_inplacekv.queues import WorkQueue
@@ -52,6 +52,32 @@ class EventPool:
 _EVENTS = EventPool()
 
 
+class TileCopies:
+    """The tiles of a layer and the copies that bring each, the same in every layer and for every plan that streams the same."""
+
+    def __init__(self, regions: Regions, tiles: Sequence[Tile]) -> None:
+        self._arena = regions.arena
+        self.tiles = list(tiles)
+        self.batches = [self._batch(tile) for tile in tiles]
+        self.runs = [
+            regions.sizes.adjacent_runs(tile.pages).tolist() if tile.role == ROLE_COMPUTE else []
+            for tile in tiles
+        ]
+        # Whether any must be brought by a thread, since its pages are pageable.
+        self.queued = any(tile.role == ROLE_COMPUTE for tile in tiles)
+
+    def _batch(self, tile: Tile) -> CopyBatch:
+        """Copies of layer 0 into a buffer at address 0; a C tile's from a bounce buffer at address 0."""
+        if tile.role == ROLE_COMPUTE:
+            origin = np.zeros(1, dtype=np.uint64)
+            return CopyBatch(origin, origin, origin + np.uint64(self.nbytes(tile)))
+        homes, places, sizes = self._arena.copy_runs(tile.pages)
+        return CopyBatch(places, homes, sizes)
+
+    def nbytes(self, tile: Tile) -> int:
+        return len(tile.pages) * self._arena.page_stride
+
+
 class CudaTileStream:
     """`ready` makes the current stream wait for the next tile and returns it; `read` hands its buffer to the copy after next.
 
@@ -69,43 +95,28 @@ class CudaTileStream:
         stream: torch.cuda.Stream,
         buffers: Sequence[torch.Tensor],
         bounce: Sequence[torch.Tensor],
-        plan: StepPlan,
+        copies: TileCopies,
+        who: str,
         queue: WorkQueue,
         timed: bool = True,
-        tiles: list[Tile] | None = None,
     ) -> None:
+        """who: the requests, for messages."""
         self._regions, self._stream, self._buffers, self._bounce = regions, stream, buffers, bounce
-        self._queue, self._timed, self._who = queue, timed, plan.who
-        self.tiles = plan_tiles(plan, regions.sizes) if tiles is None else tiles
-        self._queued = any(tile.role == ROLE_COMPUTE for tile in self.tiles)
-        self._batches = [self._batch(tile) for tile in self.tiles]
-        self._runs = [
-            regions.sizes.adjacent_runs(tile.pages).tolist() if tile.role == ROLE_COMPUTE else []
-            for tile in self.tiles
-        ]
+        self._queue, self._timed, self._who = queue, timed, who
+        self._copies, self.tiles, self._queued = copies, copies.tiles, copies.queued
         self._total = len(self.tiles) * regions.shape.layers
         self._issued: list[Ticket] = []  # of queued streams: the copy is on the stream, its event recorded
         self._taken: list[torch.cuda.Event] = []
         self._begun: list[torch.cuda.Event] = []
         self._copied: list[torch.cuda.Event] = []
         self._wanted: list[torch.cuda.Event] = []  # the attention stream comes to the tile
+        self._clocks_read, self._transfer_ms, self._exposed_ms = 0, 0.0, 0.0
         self._next = 0
         if self._total:
             begun = self._event()
             begun.record()
             for _ in buffers:
                 self._submit(begun)
-
-    def _batch(self, tile: Tile) -> CopyBatch:
-        """Copies of layer 0 into a buffer at address 0; a C tile's from a bounce buffer at address 0."""
-        if tile.role == ROLE_COMPUTE:
-            origin = np.zeros(1, dtype=np.uint64)
-            return CopyBatch(origin, origin, origin + np.uint64(self._nbytes(tile)))
-        homes, places, sizes = self._regions.arena.copy_runs(tile.pages)
-        return CopyBatch(places, homes, sizes)
-
-    def _nbytes(self, tile: Tile) -> int:
-        return len(tile.pages) * self._regions.arena.page_stride
 
     def _event(self) -> torch.cuda.Event:
         self._taken.append(_EVENTS.take())
@@ -161,13 +172,13 @@ class CudaTileStream:
         self._stream.wait_event(after)
         if self._timed:
             self._begun[index].record(self._stream)
-        self._batches[part].issue(self._stream, source, self._buffers[index % 2].data_ptr())
+        self._copies.batches[part].issue(self._stream, source, self._buffers[index % 2].data_ptr())
         self._copied[index].record(self._stream)
 
     def _fill_bounce(self, bounce: torch.Tensor, layer: int, part: int) -> int:
         pairs = [
             (bounce[place : place + count], self._regions.arena.raw_pages(chunk, layer)[slot : slot + count])
-            for chunk, slot, place, count in self._runs[part]
+            for chunk, slot, place, count in self._copies.runs[part]
         ]
         self._regions.team.submit_copy(pairs).wait(self._regions.config.wait_timeout_s)
         return bounce.data_ptr()
@@ -178,6 +189,19 @@ class CudaTileStream:
         last = [events[-1] for events in (self._copied, self._wanted) if events]
         return self._next == self._total and all(event.query() for event in last)
 
+    def read_clocks(self, layers: int) -> None:
+        """Of the first `layers` layers, all of whose tiles the GPU has attended. Cheaper than after the forward where the host
+        would only wait meanwhile."""
+        if self._timed:
+            self._read_until(layers * len(self.tiles))
+
+    def _read_until(self, count: int) -> None:
+        for k in range(self._clocks_read, count):
+            self._transfer_ms += self._begun[k].elapsed_time(self._copied[k])
+            # Negative where the copy had ended before the attention came to it.
+            self._exposed_ms += max(0.0, self._wanted[k].elapsed_time(self._copied[k]))
+        self._clocks_read = max(self._clocks_read, count)
+
     def timings(self) -> TransferTimings | None:
         """Read the clocks and give the events back, once, after the forward; None unless `timed`.
 
@@ -185,17 +209,16 @@ class CudaTileStream:
         """
         result = None
         if self._timed:
-            done = range(len(self._wanted))
+            done = len(self._wanted)
             if done:
-                self._copied[done[-1]].synchronize()
-                self._wanted[done[-1]].synchronize()
-            transfer_ms = sum(self._begun[k].elapsed_time(self._copied[k]) for k in done)
-            # Negative where the copy had ended before the attention came to it.
-            exposed_ms = sum(max(0.0, self._wanted[k].elapsed_time(self._copied[k])) for k in done)
-            nbytes = sum(self._nbytes(self.tiles[k % len(self.tiles)]) for k in done)
-            result = TransferTimings(nbytes, transfer_ms / 1e3, exposed_ms / 1e3)
+                self._copied[done - 1].synchronize()
+                self._wanted[done - 1].synchronize()
+            self._read_until(done)
+            nbytes = sum(self._copies.nbytes(self.tiles[k % len(self.tiles)]) for k in range(done))
+            result = TransferTimings(nbytes, self._transfer_ms / 1e3, self._exposed_ms / 1e3)
         for events in (self._begun, self._copied, self._wanted):
             events.clear()
+        self._clocks_read, self._transfer_ms, self._exposed_ms = 0, 0.0, 0.0
         # A forward that was cut short leaves copies to come: their events are not reused.
         if self._next == self._total:
             _EVENTS.give_back(self._taken)

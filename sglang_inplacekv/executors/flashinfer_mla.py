@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
-from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_paged import (
     KV,
     Captured,
@@ -30,6 +29,7 @@ class LatentAttention(PagedCall):
     def __init__(self, workspace: torch.Tensor, lora_rank: int, captured: Captured | None = None) -> None:
         super().__init__(is_captured=captured is not None, out_dim=lora_rank)
         self._lora_rank, fixed = lora_rank, {}
+        self._is_fixed = False  # captured and planned once: all that a graph holds stays where it is
         if captured is not None:
             rows, fixed["kv_indices"] = captured
             fixed |= fixed_buffers({"qo_indptr": rows + 1, "kv_indptr": rows + 1, "kv_len_arr": rows})
@@ -39,23 +39,30 @@ class LatentAttention(PagedCall):
 
     def _plan(self, geometry: Geometry, lists: PagedLists) -> None:
         lengths = (lists.page_counts - 1) * geometry.page_size + lists.last_page_tokens
-        self._wrapper.plan(
-            metadata=MLAPlanMetadata.csr(
-                indptr(lists.row_counts),
-                indptr(lists.page_counts),
-                to_gpu(lists.pages),
-                torch.from_numpy(lengths),
-            ),
-            num_heads=geometry.q_heads,
-            head_dim_ckv=self._lora_rank,
-            head_dim_kpe=geometry.head_dim - self._lora_rank,
-            page_size=geometry.page_size,
-            causal=False,
-            sm_scale=geometry.scale,
-            q_data_type=geometry.q_dtype,
-            kv_data_type=geometry.kv_dtype,
-            lse_mode="base2",
-        )
+        metadata = {
+            "qo_indptr": indptr(lists.row_counts),
+            "kv_indptr": indptr(lists.page_counts),
+            "kv_indices": self._pages_of(lists),
+            "kv_len_arr": torch.from_numpy(lengths),
+        }
+        settings = {
+            "num_heads": geometry.q_heads,
+            "head_dim_ckv": self._lora_rank,
+            "head_dim_kpe": geometry.head_dim - self._lora_rank,
+            "page_size": geometry.page_size,
+            "causal": False,
+            "sm_scale": geometry.scale,
+            "q_data_type": geometry.q_dtype,
+            "kv_data_type": geometry.kv_dtype,
+        }
+        if self._is_fixed:
+            # FlashInfer's own plan takes 1.6 ms here, to check, keep and clone. Imported late: it is most of SGLang.
+            from sglang.srt.layers.attention.flashinfer_mla_backend import fast_mla_prefill_plan
+
+            fast_mla_prefill_plan(self._wrapper, *metadata.values(), *settings.values())
+            return
+        self._wrapper.plan(metadata=MLAPlanMetadata.csr(**metadata), **settings, lse_mode="base2")
+        self._is_fixed = self._is_captured
 
     def _attend(self, q: torch.Tensor, kv: KV, out: torch.Tensor | None, lse: torch.Tensor | None) -> State:
         return self._wrapper.run(query=q, kv_cache=kv, out=out, lse=lse, return_lse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -45,7 +46,7 @@ class PagedLists:
     pages: np.ndarray  # [sum(page_counts)] int32, places in the buffer
     last_page_tokens: np.ndarray  # [requests] int32
 
-    @property
+    @cached_property
     def key(self) -> tuple[bytes, ...]:
         parts = (self.row_counts, self.page_counts, self.pages, self.last_page_tokens)
         return tuple(part.tobytes() for part in parts)
@@ -62,6 +63,7 @@ class PagedCall(ABC):
         self._out_dim, self._is_captured = out_dim, is_captured
         self._rows: torch.Tensor | None = None  # int64 on the GPU, whose query rows take part; None: all
         self._planned: tuple | None = None
+        self._pages: tuple[bytes, torch.Tensor] | None = None
         self.empty = True
 
     def plan(self, geometry: Geometry, lists: PagedLists) -> None:
@@ -96,6 +98,13 @@ class PagedCall(ABC):
         out.index_copy_(0, self._rows, own_out)
         lse.fill_(-torch.inf).index_copy_(0, self._rows, own_lse)
         return out, lse
+
+    def _pages_of(self, lists: PagedLists) -> torch.Tensor:
+        """The pages on the GPU: those of the last plan, if they are the same. From step to step only lengths differ."""
+        data = lists.pages.tobytes()
+        if self._pages is None or self._pages[0] != data:
+            self._pages = data, to_gpu(lists.pages)
+        return self._pages[1]
 
     @abstractmethod
     def _plan(self, geometry: Geometry, lists: PagedLists) -> None:
@@ -135,7 +144,7 @@ class PagedAttention(PagedCall):
         self._wrapper.plan(
             indptr(lists.row_counts),
             indptr(lists.page_counts),
-            to_gpu(lists.pages),
+            self._pages_of(lists),
             torch.from_numpy(lists.last_page_tokens),
             geometry.q_heads,
             geometry.kv_heads,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from cpu_attn import Signal
@@ -48,21 +45,17 @@ class HandOver:
         """Wait until the q that was sent has arrived."""
         self._sent.synchronize()
 
-    @contextmanager
-    def answer(self, current: torch.cuda.Stream) -> Iterator[Signal]:
-        """Make the current stream wait for the job that is submitted with this signal, inside.
-
-        After an error none is: the GPU goes on, whatever it then reads. Nothing else would wake it, and whoever handles the
-        error may wait for it.
-        """
+    def next_answer(self) -> Signal:
+        """What the job that answers the q last awaited is to be submitted with."""
         self._answers += 1
-        value = (self._answers + 2**31) % 2**32 - 2**31
-        wait_for_value(current, self._flag, value)
-        try:
-            yield Signal(self._flag, value)
-        except BaseException:
-            self._flag[0] = value
-            raise
+        return Signal(self._flag, (self._answers + 2**31) % 2**32 - 2**31)
+
+    def await_answer(self, signal: Signal, current: torch.cuda.Stream) -> None:
+        """Make the current stream wait for the job that was submitted with `signal`.
+
+        Only for one that was: nothing else wakes the GPU.
+        """
+        wait_for_value(current, signal.flag, signal.value)
 
     def transferred(self, rows: int) -> State:
         return self._out[:rows], self._lse[:rows]

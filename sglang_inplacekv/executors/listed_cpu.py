@@ -38,7 +38,7 @@ class ListedCpu:
     """Attends the entries that each request of a batch leaves to the CPU in a step; between `send` and `state` the GPU is free.
 
     send(q, entries)   queues their way to the host
-    begin()            makes the current stream wait for the answer, then starts the team once they have arrived
+    begin()            starts the team once they have arrived, then makes the current stream wait for the answer
     state              [batch, heads, width] and [batch, heads] fp32: the answer, for what the stream does from then on
     finish()           raises what the team raised
 
@@ -78,11 +78,12 @@ class ListedCpu:
 
     def begin(self) -> None:
         assert self._arguments is not None, "nothing was sent"
-        with self._hand.answer(torch.cuda.current_stream()) as signal:
-            # The answer before is as good as there; whether it failed is still to be asked.
-            self.finish()
-            self._hand.await_q()
-            self._job = self._team.submit_arguments(self._arguments, signal)
+        # The answer before is as good as there; whether it failed is still to be asked.
+        self.finish()
+        self._hand.await_q()
+        signal = self._hand.next_answer()
+        self._job = self._team.submit_arguments(self._arguments, signal)
+        self._hand.await_answer(signal, torch.cuda.current_stream())
 
     def finish(self) -> None:
         """Collect the step before, if it was not. RuntimeError or ValueError of the team, TimeoutError."""

@@ -11,8 +11,9 @@ import torch
 import cpu_attn
 from sglang_inplacekv.config import InplaceConfig
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
-from sglang_inplacekv.executors.cuda_tiles import CudaTileStream
+from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TileCopies
 from sglang_inplacekv.executors.dma import CopyBatch
+from sglang_inplacekv.executors.tile_stream import plan_tiles
 from sglang_inplacekv.layout import ROLE_COMPUTE, KVShape, RegionSizes
 from sglang_inplacekv.queues import WorkQueue
 from sglang_inplacekv.regions import Regions
@@ -92,7 +93,8 @@ def tile_stream(b: Bench, is_decode: bool, timed: bool = True) -> tuple[CudaTile
     tile = (SIZES.tile_pages, 2, SHAPE.block_bytes // SHAPE.dtype.itemsize)
     buffers = [torch.zeros(tile, dtype=SHAPE.dtype, device=b.device) for _ in range(2)]
     bounce = [torch.zeros(tile, dtype=SHAPE.dtype, pin_memory=b.device == "cuda") for _ in range(2)]
-    return CudaTileStream(b.regions, b.stream, buffers, bounce, plan, b.queue, timed), plan
+    copies = TileCopies(b.regions, plan_tiles(plan, b.regions.sizes))
+    return CudaTileStream(b.regions, b.stream, buffers, bounce, copies, plan.who, b.queue, timed), plan
 
 
 def read_all(stream: CudaTileStream) -> None:
