@@ -312,8 +312,10 @@ int main(int argc, char** argv) {
   std::vector<const Kernel*> kernels;
   for (int i = 0; const Kernel* kernel = cpu_attn::supported_kernel(i); ++i) {
     // By name: tiles must be asked for, and may be refused.
-    if (const Kernel* found = cpu_attn::find_kernel(kernel->name)) kernels.push_back(found);
-    else std::printf("%s is refused here\n", kernel->name);
+    if (const Kernel* found = cpu_attn::find_kernel(kernel->name))
+      kernels.push_back(found);
+    else
+      std::printf("%s is refused here\n", kernel->name);
   }
   if (const Kernel* emulated = cpu_attn::find_kernel("amx-emulated")) kernels.push_back(emulated);
   std::vector<std::unique_ptr<Team>> teams;
