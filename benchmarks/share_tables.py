@@ -73,8 +73,9 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         low, high = auto.good_shares
         shares.append(
             (
-                row["case"], auto.best_share, f"{low:.2f}-{high:.2f}", auto.best_ms, auto.share, auto.over_best,
-                _word(auto.is_good), plan.share, plan.over_best, _word(plan.is_good), row["placed_ms"],
+                row["case"], auto.best_share, f"{low:.2f}-{high:.2f}", auto.best_ms, auto.share,
+                f"{row['auto_moves']} of {row['auto_steps']}", auto.over_best, _word(auto.is_good), plan.share,
+                plan.over_best, _word(plan.is_good), row["placed_ms"],
             )
         )  # fmt: skip
         rates = [
@@ -90,8 +91,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
             )
         )  # fmt: skip
     columns = (
-        "model, batch x context", "best share", "within 3%", "ms", "auto", "of the best", "good", "plan", "of the best",
-        "good", "placed at auto, ms",
+        "model, batch x context", "best share", "within 3%", "ms", "auto", "steps it moved in", "of the best", "good",
+        "plan", "of the best", "good", "placed at auto, ms",
     )  # fmt: skip
     plan_columns = (
         "model, batch x context", "CPU GB/s, in the step / plan", "link GB/s", "a0, us a layer", "shortest, all in D, ms",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 
@@ -59,8 +59,9 @@ def _measure(context, kind: str) -> None:
     layers = Layers(model, most, max(shape.batch for shape in scale.shapes))
     try:
         decoder, model = LayersDecoder(layers), layers.model
-        planned = Planned(kind, model, *_lines(model, layers.team.threads), rest_s)
         for shape in scale.shapes:
+            # Anew for each: on a shared host, rates of a minute ago are other rates.
+            planned = Planned(kind, model, *_lines(model, layers.team.threads), rest_s)
             part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
     finally:
         layers.close()
@@ -122,6 +123,9 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         auto_share=auto,
         auto_ms=step_ms(followed),
         auto_rounds_ms=rounds_ms(controlled),
+        auto_rounds_share=[settled(steps) for steps in controlled],
+        auto_moves=sum(one.share != other.share for steps in controlled for one, other in pairwise(steps)),
+        auto_steps=len(followed),
         predicted_share=distinct([predicted.share], pages)[0],
         predicted_ms=1e3 * predicted.step_s,
         placed_ms=step_ms(placed),
