@@ -136,12 +136,16 @@ class ShareController:
 
     def note_step(self, share: float, host_tokens: int, layer_s: float) -> None:
         """A decode took layer_s a layer, in which it read so many host tokens, of which the CPU attended `share`."""
-        if self._lines is not None and host_tokens:
-            known, *ends = (layer_seconds(at, *self._lines, host_tokens) for at in (share, 1.0, 0.0))
-            worth = [
-                end for end, end_s in zip((1.0, 0.0), ends, strict=True) if end_s <= _WORTH_A_TRIAL * layer_s
-            ]
-            self.ends.note(share, host_tokens, layer_s, worth if layer_s > _EXPLAINED * known else ())
+        lines = self._lines
+        if lines is not None and host_tokens:
+
+            def worth_a_trial() -> list[float]:
+                if layer_s <= _EXPLAINED * layer_seconds(share, *lines, host_tokens):
+                    return []
+                longest_s = _WORTH_A_TRIAL * layer_s
+                return [end for end in (1.0, 0.0) if layer_seconds(end, *lines, host_tokens) <= longest_s]
+
+            self.ends.note(share, host_tokens, layer_s, worth_a_trial)
         else:
             self.ends.break_off()
 
