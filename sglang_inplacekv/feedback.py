@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from dataclasses import dataclass
 
 from sglang_inplacekv.end_trials import EndTrials
@@ -12,12 +13,16 @@ HALF_LIFE_STEPS = 8
 # The first steps of a server load kernels and touch caches.
 _WARM_UP_STEPS = 3
 _FIRST_STEPS = 3  # their median is what an average starts from
-# A step that took longer than so many times the average counts as that: it says little about the next one.
+# What enters an average is the median of so many steps. A host that others use too has steps that take several times as long, and
+# they say little about the next one.
+_MEDIAN_STEPS = 5
+# Likewise for more of them in a row: what takes longer than so many times the average counts as that.
 _CLIP = 3.0
 _LEAST_S = 1e-15
-# A share whose layer takes no longer than so many times the best one's does not move. Times are compared, not shares: at 0.6 a
-# hundredth of the share too little leaves the link a fortieth more to do.
-_AS_GOOD = 1.01
+# A share whose layer takes no longer than so many times the best one's does not move: the step that moves plans its tiles anew,
+# which takes the host 1-2 ms. Times are compared, not shares: at 0.6 a hundredth of the share too little leaves the link a
+# fortieth more to do.
+_AS_GOOD = 1.015
 # A side that had nothing to do for so long is measured anew: what made it slow may be over.
 _RETRY_STEPS = 500
 # Of a layer's time, by the lines. In a short layer launching is in them too, of both sides' work where only one's would be.
@@ -50,25 +55,24 @@ class Costs:
 
 
 class MovingAverage:
-    """Exponential, without the first steps and with outliers clipped; None until there is a value."""
+    """Exponential, without the first steps, of running medians; None until there is a value."""
 
     def __init__(self) -> None:
         self.value: float | None = None
         self._skipped = 0
-        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._weight = 1.0 - 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
     def add(self, value: float) -> None:
         if self._skipped < _WARM_UP_STEPS:
             self._skipped += 1
             return
-        value = max(value, _LEAST_S)
+        self._recent.append(max(value, _LEAST_S))
+        median = statistics.median(self._recent)
         if self.value is not None:
-            self.value += self._weight * (min(value, _CLIP * self.value) - self.value)
-            return
-        self._first.append(value)
-        if len(self._first) == _FIRST_STEPS:
-            self.value = statistics.median(self._first)
+            self.value += self._weight * (min(median, _CLIP * self.value) - self.value)
+        elif len(self._recent) == _FIRST_STEPS:
+            self.value = median
 
 
 class ShareController:

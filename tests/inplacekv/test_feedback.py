@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -97,6 +98,18 @@ def test_a_step_far_out_is_followed_only_if_others_follow(side: str) -> None:
     assert host.steps(HALF_LIFE_STEPS) == pytest.approx(before, abs=0.05)
     setattr(host, side, Line(line.fixed_s, 10 * line.token_s))
     assert host.steps(8 * HALF_LIFE_STEPS) == pytest.approx(host.best(), abs=0.04)
+
+
+@pytest.mark.parametrize("side", ["cpu", "transfer"])
+def test_steps_far_out_now_and_then_move_nothing(side: str) -> None:
+    """A host that others use too: one step in ten, at random, takes four times as long."""
+    host, draw = Host(), random.Random(side)
+    before = host.steps(20)
+    line = getattr(host, side)
+    for _ in range(400):
+        setattr(host, side, Line(line.fixed_s, 4 * line.token_s) if draw.random() < 0.1 else line)
+        host.step()
+    assert statistics.fmean(abs(share - before) for share in host.shares[20:]) < 0.02
 
 
 @pytest.mark.parametrize("side", ["cpu", "transfer"])
