@@ -13,8 +13,8 @@ HALF_LIFE_STEPS = 8
 # The first steps of a server load kernels and touch caches.
 _WARM_UP_STEPS = 3
 _FIRST_STEPS = 3  # their median is what an average starts from
-# What enters an average is the median of so many steps. A host that others use too has steps that take several times as long, and
-# they say little about the next one.
+# What enters an average is the median of so many steps. A host that others use too has steps that take several times as long,
+# and they say little about the next one.
 _MEDIAN_STEPS = 5
 # Likewise for more of them in a row: what takes longer than so many times the average counts as that.
 _CLIP = 3.0
