@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -52,13 +53,13 @@ def sweep(
 ) -> tuple[dict[float, list[list[Step]]], list[list[Step]]]:
     """Rounds of steps at each share, by stealing, and as `control` wants. Of each so many, and for `least_s`, a round.
 
-    There and back, so that none has the better part of the host.
+    In another order each round, so that none has the better part of the host, or always the same one before it.
     """
     found: dict[float, list[list[Step]]] = {share: [] for share in shares}
     controlled: list[list[Step]] = []
-    arms = [*found.items(), (None, controlled)]
+    arms: list[tuple[float | None, list[list[Step]]]] = [*found.items(), (None, controlled)]
     for turn in range(rounds):
-        for share, own in arms if turn % 2 == 0 else reversed(arms):
+        for share, own in random.Random(turn).sample(arms, len(arms)):
             if share is None:
                 decoder.follow(control)
             else:

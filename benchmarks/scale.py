@@ -33,6 +33,9 @@ class ShareScale:
     rounds: int
     round_steps: int  # at least, and
     round_s: float  # for so long
+    plan_layers: int | None  # None: as many as the model has
+    plan_shapes: tuple[Shape, ...]
+    plan_steps: int  # to warm up and settle, and as many again to time
     growing_tokens: tuple[int, int]
     growing_pages: int  # from one step to the next
     growing_shares: tuple[float, ...]
@@ -102,6 +105,9 @@ _SHARE = ShareScale(
     rounds=9,
     round_steps=3,
     round_s=0.15,
+    plan_layers=None,
+    plan_shapes=(Shape(1, 32768), Shape(1, 131072), Shape(8, 16384)),
+    plan_steps=20,
     growing_tokens=(2048, 65536),
     growing_pages=1,
     growing_shares=(0.2, 0.3, 0.4, 0.45, 0.5, 0.6),
@@ -169,6 +175,7 @@ QUICK = replace(
         settle_s=0.5,
         rounds=9,
         round_s=0.06,
+        plan_shapes=(Shape(1, 32768), Shape(1, 131072)),
         growing_pages=2,
         growing_shares=(0.3, 0.4, 0.5, 0.6),
         growing_rounds=2,
@@ -214,6 +221,9 @@ SMOKE = Scale(
         rounds=1,
         round_steps=2,
         round_s=0.0,
+        plan_layers=2,
+        plan_shapes=(Shape(1, 2048), Shape(2, 1024)),
+        plan_steps=4,
         growing_tokens=(512, 2048),
         growing_pages=2,
         growing_shares=(0.0, 0.5),

@@ -69,7 +69,7 @@ SERVERS = (
     ServerSetting(
         "no_model",
         NONE,
-        ("transfer", "attention", "share_sweep", "share_growing", "share_hogs", "csa_layer"),
+        ("transfer", "attention", "share_sweep", "plan_step", "share_growing", "share_hogs", "csa_layer"),
         needs_s=30.0,
     ),
     _stock("stock", ("fits", "prefill")),
@@ -90,6 +90,7 @@ BENCHMARKS = (
     "transfer",
     "attention",
     "share_sweep",
+    "plan_step",
     "share_growing",
     "share_hogs",
     "csa_layer",

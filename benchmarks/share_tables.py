@@ -105,6 +105,21 @@ def _word(good: bool) -> str:
     return "yes" if good else "no"
 
 
+def plan_step(parts: dict[str, list[dict]]) -> str:
+    columns = (
+        "model, batch x context", "layers", "plan's share", "share", "all in D, ms", "plan, ms", "measured, ms",
+        "plan / measured",
+    )  # fmt: skip
+    table = [
+        (
+            row["case"], row["layers"], row["predicted_share"], row["share"], row["resident_ms"], row["predicted_ms"],
+            row["step_ms"], row["predicted_ms"] / row["step_ms"].median,
+        )
+        for row in rows_of(parts["plan_step"])
+    ]  # fmt: skip
+    return markdown(columns, table)
+
+
 def share_growing(parts: dict[str, list[dict]]) -> str:
     rows = rows_of(parts["share_growing"])
     auto = next(row for row in rows if row["share"] == "auto")

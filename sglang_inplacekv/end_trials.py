@@ -59,6 +59,9 @@ class EndTrials:
         self._recent.append(layer_s)
         self._since += 1
         if statistics.median(self._recent) > _SHORT_LAYER_S:
+            if self._held is not None:
+                # What made the layer long may be over soon: the end is not to wait as if trials had been in vain.
+                self._wait = _FIRST_WAIT
             self._held, self._since = None, 0
         elif self._since >= self._wait and len(self._recent) >= _TRIAL_STEPS:
             others: list[float | None] = [end for end in ends() if abs(end - share) > _SAME_SHARE]

@@ -55,19 +55,19 @@ def _measure(context, kind: str) -> None:
     folder = write_config(kind, context.out / f"{kind}-{scale.layers}", layers=scale.layers)
     most = max(shape.batch * shape.context for shape in scale.shapes)
     model = read_model(folder, PAGE_TOKENS)
-    rest_s = _resident_s(model, scale)
+    rest_s = resident_s(model, scale)
     layers = Layers(model, most, max(shape.batch for shape in scale.shapes))
     try:
         decoder, model = LayersDecoder(layers), layers.model
         for shape in scale.shapes:
             # Anew for each: on a shared host, rates of a minute ago are other rates.
-            planned = Planned(kind, model, *_lines(model, layers.team.threads), rest_s)
+            planned = Planned(kind, model, *lines_of(model, layers.team.threads), rest_s)
             part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
     finally:
         layers.close()
 
 
-def _resident_s(model: ModelKV, scale) -> float:
+def resident_s(model: ModelKV, scale) -> float:
     """A step of the shortest shape with all KV in D. A longer one attends more of D, of which a spilled step has none."""
     shape = min(scale.shapes, key=lambda shape: shape.batch * shape.context)
     pages = shape.batch * (shape.context // PAGE_TOKENS + 1)
@@ -82,7 +82,8 @@ def _resident_s(model: ModelKV, scale) -> float:
     return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
-def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
+def lines_of(model: ModelKV, threads: int) -> tuple[Line, Line]:
+    """CPU and link, as `inplacekv plan` measures them."""
     on_gpu = torch.cuda.is_available()
     rates = measure_rates([threads], model, "cuda" if on_gpu else "cpu")
     link = rates.link_line(model) if on_gpu else Line(0.0, model.layer_token_bytes / _ASSUMED_LINK)

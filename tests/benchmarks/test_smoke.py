@@ -113,6 +113,11 @@ def test_share_cases(tmp_path: Path) -> None:
         assert {row["auto_share"], row["predicted_share"], 0.0, 1.0} <= {other["share"] for other in own}
         assert row["placed_floor"] <= row["auto_share"]
         assert row["auto_fixed_us"] > 0 and 0 < row["resident_ms"] <= row["predicted_ms"]
+    plan = measured("plan_step", None, "none", tmp_path)
+    assert len(plan.rows) == len(SMOKE.share.models) * len(SMOKE.share.plan_shapes)
+    assert all(
+        0 < row["resident_ms"] <= row["predicted_ms"] and row["step_ms"].least > 0 for row in plan.rows
+    )
     growing = measured("share_growing", None, "none", tmp_path)
     assert [row["share"] for row in growing.rows] == ["auto", *SMOKE.share.growing_shares]
     assert [row["shares"] for row in growing.rows[1:]] == [
@@ -124,7 +129,7 @@ def test_share_cases(tmp_path: Path) -> None:
     ]
     assert all(row["difference"] < 1e-5 for row in hogs.rows), "fp32, whatever the share"
     text = report.report([tmp_path])
-    assert "no table" not in text and "of the best fixed one" in text
+    assert "no table" not in text and "of the best fixed one" in text and "plan / measured" in text
     drawn = {path.name: path for path in plots.draw([tmp_path], tmp_path)}
     assert drawn.keys() == {
         "share_growing.svg",

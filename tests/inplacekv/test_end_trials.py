@@ -66,6 +66,15 @@ def test_an_end_is_left_when_it_is_no_longer_faster_or_the_layer_no_longer_short
     assert run(trials, lambda share: LONG_S, 20, tokens=16 * TOKENS)[-1] == 0.5
 
 
+def test_an_end_is_found_again_soon_after_a_spell_of_long_layers() -> None:
+    """As when others use the host for a moment."""
+    trials = EndTrials()
+    run(trials, fastest_at(1.0), 2000)
+    run(trials, lambda share: LONG_S, 10)
+    assert trials.share is None
+    assert run(trials, fastest_at(1.0), 60)[-1] == 1.0
+
+
 def test_an_end_below_what_lies_in_c_is_given_up_at_once() -> None:
     shares = run(EndTrials(), fastest_at(0.4, gain=0.5), 200, floor=0.4)
     tried = [share for share in shares if share == 0.4]
