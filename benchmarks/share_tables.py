@@ -74,8 +74,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         shares.append(
             (
                 row["case"], auto.best_share, f"{low:.2f}-{high:.2f}", auto.best_ms, auto.share,
-                f"{row['auto_moves']} of {row['auto_steps']}", auto.over_best, _word(auto.is_good), plan.share,
-                plan.over_best, _word(plan.is_good), row["placed_ms"],
+                f"{row.get('auto_moves', '-')} of {row.get('auto_steps', '-')}", auto.over_best, _word(auto.is_good),
+                plan.share, plan.over_best, _word(plan.is_good), row["placed_ms"],
             )
         )  # fmt: skip
         rates = [

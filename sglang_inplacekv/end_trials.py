@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 # Launching both sides' work takes the host up to this. A layer that takes longer is as long as the lines say.
 _SHORT_LAYER_S = 0.6e-3
@@ -38,16 +38,10 @@ class EndTrials:
         """What the next step should attend by the CPU; None: what the lines ask for."""
         return self._trial if self._tries else self._held
 
-    def note(
-        self,
-        share: float,
-        tokens: int,
-        layer_s: float,
-        ends: Callable[[], Collection[float]] = lambda: (1.0, 0.0),
-    ) -> None:
+    def note(self, share: float, tokens: int, layer_s: float, ends: Collection[float] = (1.0, 0.0)) -> None:
         """A step that read so many host tokens a layer, of which the CPU attended `share`, took layer_s a layer.
 
-        ends: shares that may be tried next. Asked for only when a trial is due: in short steps all else counts.
+        ends: shares that may be tried next.
         """
         if abs(tokens - self._tokens) > _SAME_TOKENS * self._tokens:
             self.break_off()
@@ -64,7 +58,7 @@ class EndTrials:
                 self._wait = _FIRST_WAIT
             self._held, self._since = None, 0
         elif self._since >= self._wait and len(self._recent) >= _TRIAL_STEPS:
-            others: list[float | None] = [end for end in ends() if abs(end - share) > _SAME_SHARE]
+            others: list[float | None] = [end for end in ends if abs(end - share) > _SAME_SHARE]
             if self._held is not None:
                 others.append(None)
             if not others:

@@ -16,12 +16,12 @@ _FIRST_STEPS = 3  # their median is what an average starts from
 # What enters an average is the median of so many steps. A host that others use too has steps that take several times as long,
 # and they say little about the next one.
 _MEDIAN_STEPS = 5
-# Likewise for more of them in a row: what takes longer than so many times the average counts as that.
-_CLIP = 3.0
+# A median that is more than so many times the average counts as that.
+_CLIP = 2.0
 _LEAST_S = 1e-15
-# A share whose layer takes no longer than so many times the best one's does not move: the step that moves plans its tiles anew,
-# which takes the host 1-2 ms. Times are compared, not shares: at 0.6 a hundredth of the share too little leaves the link a
-# fortieth more to do.
+# A share whose layer takes no longer than so many times the best one's does not move: a step that moves plans its tiles anew,
+# which takes the host as long as a layer or two. Times are compared, not shares: at 0.6 a hundredth of the share too little
+# leaves the link a fortieth more to do.
 _AS_GOOD = 1.015
 # A side that had nothing to do for so long is measured anew: what made it slow may be over.
 _RETRY_STEPS = 500
@@ -140,16 +140,12 @@ class ShareController:
 
     def note_step(self, share: float, host_tokens: int, layer_s: float) -> None:
         """A decode took layer_s a layer, in which it read so many host tokens, of which the CPU attended `share`."""
-        lines = self._lines
-        if lines is not None and host_tokens:
-
-            def worth_a_trial() -> list[float]:
-                if layer_s <= _EXPLAINED * layer_seconds(share, *lines, host_tokens):
-                    return []
-                longest_s = _WORTH_A_TRIAL * layer_s
-                return [end for end in (1.0, 0.0) if layer_seconds(end, *lines, host_tokens) <= longest_s]
-
-            self.ends.note(share, host_tokens, layer_s, worth_a_trial)
+        if self._lines is not None and host_tokens:
+            known, *ends = (layer_seconds(at, *self._lines, host_tokens) for at in (share, 1.0, 0.0))
+            worth = [
+                end for end, end_s in zip((1.0, 0.0), ends, strict=True) if end_s <= _WORTH_A_TRIAL * layer_s
+            ]
+            self.ends.note(share, host_tokens, layer_s, worth if layer_s > _EXPLAINED * known else ())
         else:
             self.ends.break_off()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, repeat
 
 import numpy as np
 
@@ -114,16 +113,26 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class _Located:
-    """Where a request's pages are. It follows from `ids`, `open` and `roles`, and holds for as long as they are the same."""
+    """Where a request's pages are. It follows from `ids`, `windows` and the chunks' roles, and holds while they are the same.
+
+    Plans share the arrays, so nobody writes to them.
+    """
 
     ids: np.ndarray  # of the pages that are read
-    own: frozenset[int]  # the same
-    open: dict[int, int]  # those that have a window, and which
-    roles: list[int]  # of all chunks
+    windows: dict[int, int]  # of those that have one
     device_pages: np.ndarray
     compute_pages: np.ndarray
     transfer_pages: np.ndarray
     ends_on_device: bool
+
+    def __post_init__(self) -> None:
+        for pages in (self.ids, self.device_pages, self.compute_pages, self.transfer_pages):
+            pages.flags.writeable = False
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """Of ids, for look-ups. Not made for what does not last for a step."""
+        return frozenset(self.ids.tolist())
 
 
 class Planner:
@@ -133,8 +142,9 @@ class Planner:
         self.homes, self.windows = homes, windows
         self.sizes = homes.sizes
         self._timeout_s = wait_timeout_s
-        # By request of the last decode: from one decode to the next most requests have the same pages in the same places.
-        self._located: list[_Located] = []
+        # Of the last decode's requests, by name: from step to step most have the same pages in the same places.
+        self._located: dict[str, _Located] = {}
+        self._roles: list[int] = []  # of the chunks, then
 
     def build(self, spans: Sequence[Span], is_decode: bool) -> StepPlan:
         plan = StepPlan(list(spans), is_decode, self.sizes.page_size)
@@ -146,14 +156,17 @@ class Planner:
             first += span.new_tokens
         plan.device_tokens = np.concatenate(tokens) if tokens else plan.device_tokens
         plan.device_slots = np.concatenate(slots) if slots else plan.device_slots
+        if self.homes.role != self._roles:
+            self._located, self._roles = {}, list(self.homes.role)
+        self._note_windows()
         ends = [span.length if is_decode else span.prefix for span in plan.spans]
         located = [
-            self._locate(span.pages[: -(-end // self.sizes.page_size)], last)
-            for span, end, last in zip(plan.spans, ends, chain(self._located, repeat(None)), strict=False)
+            self._locate(span.pages[: -(-end // self.sizes.page_size)], self._located.get(span.label))
+            for span, end in zip(plan.spans, ends, strict=True)
         ]
         plan.reads = [self._plan_reads(*each) for each in zip(plan.spans, ends, located, strict=True)]
         if is_decode:
-            self._located = located
+            self._located = {span.label: own for span, own in zip(plan.spans, located, strict=True)}
             self._steal(plan.reads)
         outstanding = self.homes.outstanding()
         if outstanding:
@@ -161,6 +174,12 @@ class Planner:
             read = set(np.concatenate(home_pages).tolist()) if home_pages else set()
             plan.pending = {page: ticket for page, ticket in outstanding.items() if page in read}
         return plan
+
+    def _note_windows(self) -> None:
+        """Open pages, sorted, and their windows: what the lists of this forward are matched against."""
+        pages = sorted(self.windows.open_pages().items())
+        self._open_pages = np.array([page for page, _ in pages], dtype=np.int64)
+        self._open_windows = np.array([window for _, window in pages], dtype=np.int64)
 
     def _plan_writes(self, plan: StepPlan, span: Span, first: int, tokens: list, slots: list) -> None:
         size = self.sizes.page_size
@@ -196,35 +215,28 @@ class Planner:
         self.homes.scope.stolen_pages += wanted
 
     def _locate(self, pages: np.ndarray, last: _Located | None) -> _Located:
-        """`last` where nothing has changed."""
-        ids, roles = np.asarray(pages, dtype=np.int64), self.homes.role
-        if last is not None and last.roles == roles and np.array_equal(last.ids, ids):
-            own, opened = last.own, self._windows_of(last.own)
-            if opened == last.open:
+        """Where `pages` are: `last` itself if nothing that it follows from has changed."""
+        ids = np.asarray(pages, dtype=np.int64)
+        if last is not None and np.array_equal(last.ids, ids):
+            windows = self.windows.open_pages().items()
+            if {page: window for page, window in windows if page in last.members} == last.windows:
                 return last
-        else:
-            own = frozenset(ids.tolist())
-            opened = self._windows_of(own)
         first_host = self.sizes.first_host_page
         place = np.where(ids < first_host, ids, -1)
-        for page, window in opened.items():
-            place[ids == page] = first_host + window
+        held = np.isin(ids, self._open_pages)
+        own_windows = self._open_windows[np.searchsorted(self._open_pages, ids[held])]
+        place[held] = first_host + own_windows
         on_device = place >= 0
         home = ids[~on_device]
-        computed = np.asarray(roles)[self.sizes.locate(home)[0]] == ROLE_COMPUTE if len(home) else home > 0
+        computed = np.asarray(self._roles)[self.sizes.locate(home)[0]] == ROLE_COMPUTE
         return _Located(
             ids.copy(),
-            own,
-            opened,
-            roles.copy(),
+            dict(zip(ids[held].tolist(), own_windows.tolist(), strict=True)),
             place[on_device],
             home[computed],
             home[~computed],
             bool(len(ids) and on_device[-1]),
         )
-
-    def _windows_of(self, pages: frozenset[int]) -> dict[int, int]:
-        return {page: window for page, window in self.windows.open_pages().items() if page in pages}
 
     def _plan_reads(self, span: Span, read_end: int, located: _Located) -> Reads:
         size = self.sizes.page_size

@@ -11,7 +11,7 @@ from ..decoder import Decoder, LayersDecoder
 from ..experiments import settled, step_ms
 from ..layers import PAGE_TOKENS, Layers
 from ..scale import Shape
-from .share_sweep import Planned, lines_of, resident_s
+from .share_sweep import Planned, planned_now, resident_s
 
 
 def run(context) -> None:
@@ -29,11 +29,15 @@ def _measure(context, kind: str) -> None:
     try:
         decoder = LayersDecoder(layers)
         for shape in shapes:
-            lines = lines_of(layers.model, layers.team.threads)
-            planned = Planned(kind, layers.model, *lines, rest_s)
-            part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
+            part.attempt(
+                f"{kind} {shape}", partial(_measure_shape, part, scale, decoder, kind, rest_s, shape)
+            )
     finally:
         layers.close()
+
+
+def _measure_shape(part, scale, decoder: LayersDecoder, kind: str, rest_s: float, shape: Shape) -> None:
+    compare(part, scale, decoder, planned_now(decoder.layers, kind, rest_s), shape)
 
 
 def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:

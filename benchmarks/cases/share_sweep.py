@@ -58,13 +58,22 @@ def _measure(context, kind: str) -> None:
     rest_s = resident_s(model, scale)
     layers = Layers(model, most, max(shape.batch for shape in scale.shapes))
     try:
-        decoder, model = LayersDecoder(layers), layers.model
+        decoder = LayersDecoder(layers)
         for shape in scale.shapes:
-            # Anew for each: on a shared host, rates of a minute ago are other rates.
-            planned = Planned(kind, model, *lines_of(model, layers.team.threads), rest_s)
-            part.attempt(f"{kind} {shape}", partial(compare, part, scale, decoder, planned, shape))
+            part.attempt(
+                f"{kind} {shape}", partial(_measure_shape, part, scale, decoder, kind, rest_s, shape)
+            )
     finally:
         layers.close()
+
+
+def _measure_shape(part, scale, decoder: LayersDecoder, kind: str, rest_s: float, shape: Shape) -> None:
+    compare(part, scale, decoder, planned_now(decoder.layers, kind, rest_s), shape)
+
+
+def planned_now(layers: Layers, kind: str, rest_s: float) -> Planned:
+    """On a shared host, rates of a minute ago are other rates."""
+    return Planned(kind, layers.model, *_lines(layers.model, layers.team.threads), rest_s)
 
 
 def resident_s(model: ModelKV, scale) -> float:
@@ -82,7 +91,7 @@ def resident_s(model: ModelKV, scale) -> float:
     return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
-def lines_of(model: ModelKV, threads: int) -> tuple[Line, Line]:
+def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
     """CPU and link, as `inplacekv plan` measures them."""
     on_gpu = torch.cuda.is_available()
     rates = measure_rates([threads], model, "cuda" if on_gpu else "cpu")
@@ -124,9 +133,8 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         auto_share=auto,
         auto_ms=step_ms(followed),
         auto_rounds_ms=rounds_ms(controlled),
-        auto_rounds_share=[settled(steps) for steps in controlled],
         auto_moves=sum(one.share != other.share for steps in controlled for one, other in pairwise(steps)),
-        auto_steps=len(followed),
+        auto_steps=sum(len(steps) - 1 for steps in controlled),
         predicted_share=distinct([predicted.share], pages)[0],
         predicted_ms=1e3 * predicted.step_s,
         placed_ms=step_ms(placed),

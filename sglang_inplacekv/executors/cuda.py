@@ -13,6 +13,7 @@ pageable: its bytes land in a pinned bounce buffer and are copied on by the thre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
-from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TileCopies, TransferClocks, TransferTimings
+from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferClocks, TransferTimings
 from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_mla import LatentAttention
 from sglang_inplacekv.executors.flashinfer_paged import (
@@ -35,29 +36,15 @@ from sglang_inplacekv.executors.flashinfer_paged import (
     make_workspace,
 )
 from sglang_inplacekv.executors.hand_over import HandOver
+from sglang_inplacekv.executors.host_reads import HostReads, HostReadsOfDecodes, full_pages
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
 from sglang_inplacekv.executors.plan_fence import PlanFence
 from sglang_inplacekv.executors.prefix_gather import PrefixGather
-from sglang_inplacekv.executors.tile_stream import Tile, plan_tiles
 from sglang_inplacekv.feedback import Costs
 from sglang_inplacekv.layout import ROLE_COMPUTE
-from sglang_inplacekv.page_table import compute_table
 from sglang_inplacekv.regions import Regions
 from sglang_inplacekv.step_plan import StepPlan
 from sglang_inplacekv.tickets import Ticket, wait_all
-
-
-@dataclass
-class _HostReads:
-    """What a forward reads from host memory, in the forms that its layers use."""
-
-    key: tuple[int, list[bytes]] | None  # of a decode: equal where all of this is
-    copies: TileCopies
-    lists: list[PagedLists]  # of the copies' tiles
-    table: cpu_attn.PageTable | None
-    arguments: cpu_attn.DecodeArguments | None = (
-        None  # of the CPU's part, but for the layer's KV and the scale
-    )
 
 
 @dataclass
@@ -76,7 +63,7 @@ class _Forward:
     plan: StepPlan
     row_counts: np.ndarray  # new tokens of each request, int32
     writes: _Writes | None  # of an extend
-    host: _HostReads
+    host: HostReads
     stream: CudaTileStream
     in_place: bool  # T is read where it lies, not through P
     rows: int  # of q: the plan's tokens, or those of the captured decode that is replayed
@@ -108,10 +95,10 @@ class CudaExecutor(Executor):
         self._captured_pages: torch.Tensor | None = None
         self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
-        # Of what leaves for fixed addresses, captured calls' plans among it, and of all other calls.
-        self._fixed_planning, self._planning = PlanFence(), PlanFence()
+        # Of what a graph reads, slots and plans of captured calls, and of all other plans.
+        self._graph_fence, self._fence = PlanFence(), PlanFence()
         self._hand: HandOver | None = None
-        self._last_reads: _HostReads | None = None
+        self._host_reads = HostReadsOfDecodes(regions)
         self._clocks = TransferClocks(shape.layers)
         self.reserve_rows(0)
 
@@ -125,21 +112,23 @@ class CudaExecutor(Executor):
         # Windows outnumber running requests, so these addresses are good for every decode there will be.
         rows = max(rows, self.regions.sizes.window_pages)
         self._decode_slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        self._slots_host = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
-        self._hand = self._last_reads = None
+        self._staged_slots = torch.zeros(rows, dtype=torch.int64, pin_memory=True)
+        self._hand = None
+        self._host_reads.forget()
 
     def begin_capture(self, rows: int) -> None:
         self._capturing_rows = rows
 
     def begin_forward(self, plan: StepPlan, graph_rows: int | None = None) -> None:
         self._capturing_rows = None
+        self._end_last_answer()
         wait_all(plan.pending.values(), self._timeout_s, f"{plan.who}, region C or T,")
         # The GPU is done with the forward before last, or nearly so, even where that was cut short and never finishes.
         self._clocks.read_all(self._costs, but=1)
         in_place = plan.is_decode and self.regions.config.transfer == "zero-copy"
         row_counts = np.array([span.new_tokens for span in plan.spans], dtype=np.int32)
         rows = graph_rows or plan.tokens
-        host = self._host_reads(plan, row_counts, rows, streams=not in_place)
+        host = self._host_reads.of(plan, row_counts, rows, streams=not in_place)
         # Its first copies are under way from here on.
         stream = CudaTileStream(
             self.regions,
@@ -162,36 +151,17 @@ class CudaExecutor(Executor):
         )
         self._clocks.add(stream, plan)
         if plan.is_decode:
-            with self._fixed_planning:
+            with self._graph_fence:
                 self._send_slots(plan.device_slots)
                 if graph_rows is not None:
                     self._plan_replay(self._current)
 
     def _send_slots(self, slots: np.ndarray) -> None:
-        """Page 0 is padding: rows that only fill a captured batch up write there."""
-        host = self._slots_host.numpy()
-        host[: len(slots)], host[len(slots) :] = slots, 0
-        self._decode_slots.copy_(self._slots_host, non_blocking=True)
-
-    def _host_reads(self, plan: StepPlan, row_counts: np.ndarray, rows: int, *, streams: bool) -> _HostReads:
-        """Those of the last decode where `plan` reads the same: from one decode to the next most pages stay."""
-        key, last = None, self._last_reads
-        if plan.is_decode:
-            lists = [(own.compute_pages, own.stolen_pages, own.transfer_pages) for own in plan.reads]
-            key = rows, [pages.tobytes() for own in lists for pages in own]
-            if last is not None and last.key == key:
-                return last
-        sizes = self.regions.sizes
-        tiles = plan_tiles(plan, sizes) if streams else []
-        reads = _HostReads(
-            key,
-            TileCopies(self.regions, tiles),
-            [self._tile_lists(row_counts, tile) for tile in tiles],
-            compute_table(plan, sizes) if plan.is_decode else None,
-        )
-        if plan.is_decode:
-            self._last_reads = reads
-        return reads
+        """Put them where graphs read them. Rows that only fill up a captured batch write to page 0, the padding."""
+        staged = self._staged_slots.numpy()
+        staged[: len(slots)] = slots
+        staged[len(slots) :] = 0
+        self._decode_slots.copy_(self._staged_slots, non_blocking=True)
 
     def _writes_of(self, plan: StepPlan) -> _Writes:
         everything = len(plan.device_tokens) == plan.tokens
@@ -216,12 +186,10 @@ class CudaExecutor(Executor):
             target.index_copy_(0, self._decode_slots[: len(source)], source)
 
     def write_layer(self, layer: int, *parts: torch.Tensor) -> None:
-        forward = self._forward
-        if forward.plan.is_decode:
+        writes = self._forward.writes
+        if writes is None:
             self.write_decoded(layer, *parts)
             return
-        writes = forward.writes
-        assert writes is not None
         if len(writes.slots):
             tokens = writes.tokens
             for target, source in zip(self.regions.device_kv[layer], parts, strict=True):
@@ -237,16 +205,15 @@ class CudaExecutor(Executor):
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
         forward, hand = self._forward, self._hand_over(q)
         self._plan_once(q, scale)
-        rows, signal = forward.plan.tokens, None
+        rows, table, signal = forward.plan.tokens, forward.host.table, None
         q = q[:rows]
         # Asked once: it takes torch longer than what is then queued there takes.
         current = torch.cuda.current_stream()
-        computes = forward.host.table is not None
-        if computes:
+        if table is not None:
             sent = hand.send(q, current)
             if layer == 0:
-                # The team is idle until it has this q. Later it is at work here, and what the GPU has to do comes first.
-                signal = self._compute(layer, hand, sent, scale)
+                # The team is idle, so it starts first. Later it is still at the layer before, and the GPU's work comes first.
+                signal = self._compute(layer, hand, sent, table, scale)
         if forward.in_place:
             self._in_place.run(
                 q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
@@ -255,13 +222,14 @@ class CudaExecutor(Executor):
             self._attend_tiles(layer, q, hand.transferred(rows), current)
         if forward.tiles:
             forward.stream.read(current)
-        if computes:
-            signal = signal or self._compute(layer, hand, sent, scale)
-            hand.await_answer(signal, current)
+        if table is not None:
+            hand.queue_wait(signal or self._compute(layer, hand, sent, table, scale), current)
             if layer == self.regions.shape.layers - 1:
                 self._collect_answer()
 
-    def _compute(self, layer: int, hand: HandOver, q: torch.Tensor, scale: float) -> cpu_attn.Signal:
+    def _compute(
+        self, layer: int, hand: HandOver, q: torch.Tensor, table: cpu_attn.PageTable, scale: float
+    ) -> cpu_attn.Signal:
         """Let the CPU attend its part of this layer to q, which is on its way there.
 
         The host returns before the CPU has answered, and queues the next layer meanwhile. That layer's q comes after the
@@ -269,7 +237,7 @@ class CudaExecutor(Executor):
         """
         forward = self._forward
         if layer:
-            # The GPU is past the layer before last, or q of the last would not have come.
+            # q of layer - 1 has come, so the GPU is past layer - 2.
             forward.stream.read_clocks(layer - 1)
         self._collect_answer()
         hand.await_q()
@@ -278,9 +246,8 @@ class CudaExecutor(Executor):
             forward.padded = True
         host = forward.host
         if host.arguments is None:
-            assert host.table is not None
             into = [part[: len(q)] for part in hand.to_compute(forward.rows)]
-            host.arguments = self._computed_arguments(layer, q, host.table, scale, *into)
+            host.arguments = self._computed_arguments(layer, q, table, scale, *into)
         arguments = replace(host.arguments, kv=self._computed_kv(layer), scale=scale)
         signal = hand.next_answer()
         forward.answer = layer, self.regions.team.submit_arguments(arguments, signal)
@@ -290,7 +257,19 @@ class CudaExecutor(Executor):
         forward = self._forward
         if forward.answer is not None:
             (layer, job), forward.answer = forward.answer, None
-            self._collect(job, layer)
+            try:
+                self._collect(job, layer)
+            except RuntimeError:
+                assert self._hand is not None
+                self._hand.give_up()
+                raise
+
+    def _end_last_answer(self) -> None:
+        """Of a forward that was cut short: this one's answers come to the same memory."""
+        if self._current is not None and self._current.answer is not None:
+            _, job = self._current.answer
+            with suppress(RuntimeError, ValueError):  # a job that failed has ended too
+                job.wait(self._timeout_s)
 
     def _attend_tiles(self, layer: int, q: torch.Tensor, into: State, current: torch.cuda.Stream) -> None:
         """Attend every P tile of this layer; the last one's buffer is still to be given back."""
@@ -385,7 +364,7 @@ class CudaExecutor(Executor):
         if forward.planned:
             return
         forward.planned = True
-        with self._planning:
+        with self._fence:
             self._plan_calls(q, scale)
 
     def _plan_calls(self, q: torch.Tensor, scale: float) -> None:
@@ -435,19 +414,7 @@ class CudaExecutor(Executor):
         pages = [own.transfer_pages for own in forward.plan.reads]
         counts = np.array([len(own) for own in pages], dtype=np.int32)
         index = self.regions.arena.zero_copy_index(np.concatenate(pages))
-        return self._full_pages(forward.row_counts, counts, index)
-
-    def _tile_lists(self, row_counts: np.ndarray, tile: Tile) -> PagedLists:
-        counts = np.zeros(len(row_counts), dtype=np.int32)
-        for request, own in tile.readers:
-            counts[request] = len(own)
-        pages = np.concatenate([own.numpy() for _, own in tile.readers]).astype(np.int32)
-        return self._full_pages(row_counts, counts, pages)
-
-    def _full_pages(self, row_counts: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> PagedLists:
-        """Host pages are full, all of them."""
-        full = np.full(len(counts), self.regions.sizes.page_size, dtype=np.int32)
-        return PagedLists(row_counts, counts, pages, full)
+        return full_pages(forward.row_counts, counts, index, self.regions.sizes.page_size)
 
     def _device_pages(self, layer: int) -> KV:
         shape = self.regions.shape

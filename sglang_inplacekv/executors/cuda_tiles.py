@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from sglang_inplacekv.arena import HostArena
 from sglang_inplacekv.executors.dma import CopyBatch
 from sglang_inplacekv.executors.tile_stream import Tile
 from sglang_inplacekv.feedback import Costs
@@ -56,9 +57,9 @@ class TileCopies:
     """The tiles of a layer and the copies that bring each, the same in every layer and for every plan that streams the same."""
 
     def __init__(self, regions: Regions, tiles: Sequence[Tile]) -> None:
-        self._arena = regions.arena
         self.tiles = list(tiles)
-        self.batches = [self._batch(tile) for tile in tiles]
+        # Of layer 0 into a buffer at address 0; of a C tile from a bounce buffer at address 0.
+        self.batches = [_batch(regions.arena, tile) for tile in tiles]
         self.runs = [
             regions.sizes.adjacent_runs(tile.pages).tolist() if tile.role == ROLE_COMPUTE else []
             for tile in tiles
@@ -66,16 +67,13 @@ class TileCopies:
         # Whether any must be brought by a thread, since its pages are pageable.
         self.queued = any(tile.role == ROLE_COMPUTE for tile in tiles)
 
-    def _batch(self, tile: Tile) -> CopyBatch:
-        """Copies of layer 0 into a buffer at address 0; a C tile's from a bounce buffer at address 0."""
-        if tile.role == ROLE_COMPUTE:
-            origin = np.zeros(1, dtype=np.uint64)
-            return CopyBatch(origin, origin, origin + np.uint64(self.nbytes(tile)))
-        homes, places, sizes = self._arena.copy_runs(tile.pages)
-        return CopyBatch(places, homes, sizes)
 
-    def nbytes(self, tile: Tile) -> int:
-        return len(tile.pages) * self._arena.page_stride
+def _batch(arena: HostArena, tile: Tile) -> CopyBatch:
+    homes, places, sizes = arena.copy_runs(tile.pages)
+    if tile.role == ROLE_COMPUTE:
+        origin = np.zeros(1, dtype=np.uint64)
+        return CopyBatch(origin, origin, sizes.sum(keepdims=True))
+    return CopyBatch(places, homes, sizes)
 
 
 class CudaTileStream:
@@ -103,7 +101,7 @@ class CudaTileStream:
         """who: the requests, for messages."""
         self._regions, self._stream, self._buffers, self._bounce = regions, stream, buffers, bounce
         self._queue, self._timed, self._who = queue, timed, who
-        self._copies, self.tiles, self._queued = copies, copies.tiles, copies.queued
+        self._copies, self.tiles = copies, copies.tiles
         self._total = len(self.tiles) * regions.shape.layers
         self._issued: list[Ticket] = []  # of queued streams: the copy is on the stream, its event recorded
         self._taken: list[torch.cuda.Event] = []
@@ -127,7 +125,7 @@ class CudaTileStream:
         index = self._next
         if index // len(self.tiles) != layer:
             raise RuntimeError(f"layer {layer} asks for tile {index} of {len(self.tiles)} a layer")
-        if self._queued:
+        if self._copies.queued:
             self._issued[index].wait(self._regions.config.wait_timeout_s, f"{self._who}, layer {layer},")
         if self._timed:
             self._wanted.append(self._event())
@@ -151,7 +149,7 @@ class CudaTileStream:
         self._copied.append(self._event())
         if self._timed:
             self._begun.append(self._event())
-        if not self._queued:
+        if not self._copies.queued:
             self._issue(index, after)
             return
         layer, part = divmod(index, len(self.tiles))
@@ -163,7 +161,7 @@ class CudaTileStream:
         """Queue the copy of tile `index` behind `after`, the last reader of its buffer."""
         layer, part = divmod(index, len(self.tiles))
         source = layer * self._regions.arena.layer_stride
-        if self._queued:
+        if self._copies.queued:
             torch.cuda.set_device(self._stream.device)
         if self.tiles[part].role == ROLE_COMPUTE:
             # Copies before `after` have ended with it, those of the stream before this one included.
@@ -190,8 +188,10 @@ class CudaTileStream:
         return self._next == self._total and all(event.query() for event in last)
 
     def read_clocks(self, layers: int) -> None:
-        """Of the first `layers` layers, all of whose tiles the GPU has attended. Cheaper than after the forward where the host
-        would only wait meanwhile."""
+        """Read those of the first `layers` layers, all of whose tiles the GPU has attended.
+
+        Where the host would only wait, this costs nothing; after the forward it holds up the next.
+        """
         if self._timed:
             self._read_until(layers * len(self.tiles))
 
@@ -214,7 +214,8 @@ class CudaTileStream:
                 self._copied[done - 1].synchronize()
                 self._wanted[done - 1].synchronize()
             self._read_until(done)
-            nbytes = sum(self._copies.nbytes(self.tiles[k % len(self.tiles)]) for k in range(done))
+            batches = self._copies.batches
+            nbytes = sum(batches[k % len(batches)].nbytes for k in range(done))
             result = TransferTimings(nbytes, self._transfer_ms / 1e3, self._exposed_ms / 1e3)
         for events in (self._begun, self._copied, self._wanted):
             events.clear()

@@ -68,8 +68,8 @@ class PagedCall(ABC):
 
     def plan(self, geometry: Geometry, lists: PagedLists) -> None:
         """Prepare for `lists`; free of cost if it is what was planned last, as for a tile from one step to the next."""
-        key = (geometry, *lists.key)
-        if key == self._planned and not self._is_captured:
+        key = None if self._is_captured else (geometry, *lists.key)
+        if key is not None and key == self._planned:
             return
         self._planned = None
         taking = lists.page_counts > 0
@@ -100,7 +100,7 @@ class PagedCall(ABC):
         return out, lse
 
     def _pages_of(self, lists: PagedLists) -> torch.Tensor:
-        """The pages on the GPU: those of the last plan, if they are the same. From step to step only lengths differ."""
+        """The pages on the GPU: those of the last plan, if they are the same. From step to step mostly lengths alone differ."""
         data = lists.pages.tobytes()
         if self._pages is None or self._pages[0] != data:
             self._pages = data, to_gpu(lists.pages)

@@ -46,16 +46,20 @@ class HandOver:
         self._sent.synchronize()
 
     def next_answer(self) -> Signal:
-        """What the job that answers the q last awaited is to be submitted with."""
+        """The signal to submit the next job with."""
         self._answers += 1
-        return Signal(self._flag, (self._answers + 2**31) % 2**32 - 2**31)
+        return Signal(self._flag, self._signal_value())
 
-    def await_answer(self, signal: Signal, current: torch.cuda.Stream) -> None:
-        """Make the current stream wait for the job that was submitted with `signal`.
-
-        Only for one that was: nothing else wakes the GPU.
-        """
+    def queue_wait(self, signal: Signal, current: torch.cuda.Stream) -> None:
+        """Make the current stream wait for the job that was submitted with `signal`: nothing else wakes the GPU."""
         wait_for_value(current, signal.flag, signal.value)
+
+    def give_up(self) -> None:
+        """Let the GPU go on, whatever it then reads: the team does not answer. Whoever handles that may wait for the GPU."""
+        self._flag[0] = self._signal_value()
+
+    def _signal_value(self) -> int:
+        return (self._answers + 2**31) % 2**32 - 2**31
 
     def transferred(self, rows: int) -> State:
         return self._out[:rows], self._lse[:rows]

@@ -83,11 +83,15 @@ class ListedCpu:
         self._hand.await_q()
         signal = self._hand.next_answer()
         self._job = self._team.submit_arguments(self._arguments, signal)
-        self._hand.await_answer(signal, torch.cuda.current_stream())
+        self._hand.queue_wait(signal, torch.cuda.current_stream())
 
     def finish(self) -> None:
         """Collect the step before, if it was not. RuntimeError or ValueError of the team, TimeoutError."""
         if self._job is not None:
             job, self._job = self._job, None
-            job.wait(self._timeout_s)
+            try:
+                job.wait(self._timeout_s)
+            except TimeoutError:
+                self._hand.give_up()
+                raise
             self.seconds.append(job.seconds)

@@ -1,4 +1,4 @@
-"""One FlashInfer plan after the other."""
+"""Pinned memory that is used again, one forward after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class PlanFence:
-    """`with` it plans are made: they leave through pinned memory, which the next plan of the same wrapper overwrites.
+    """`with` it is queued what leaves through pinned memory that the next one overwrites: FlashInfer's plans, a decode's slots.
 
     So the host waits first until the copies of the last ones are done. Under the overlapped schedule the GPU is a step behind,
     and more where other processes use it.

@@ -311,7 +311,7 @@ int main(int argc, char** argv) {
   uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   std::vector<const Kernel*> kernels;
   for (int i = 0; const Kernel* kernel = cpu_attn::supported_kernel(i); ++i) {
-    // By name: tiles must be asked for, and may be refused.
+    // By name, since that asks the system for AMX's tiles, which it may refuse.
     if (const Kernel* found = cpu_attn::find_kernel(kernel->name))
       kernels.push_back(found);
     else

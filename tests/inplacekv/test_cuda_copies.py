@@ -80,6 +80,27 @@ def test_clocks_are_read_once_and_never_waited_for(b: Bench) -> None:
     assert len(free) == len(set(free)), "none was given back twice"
 
 
+def test_clocks_read_within_the_forward_count_once(b: Bench) -> None:
+    def sums(events: slice) -> list[float]:
+        copied, begun, wanted = (each[events] for each in (stream._copied, stream._begun, stream._wanted))
+        transfer = sum(one.elapsed_time(other) for one, other in zip(begun, copied, strict=True))
+        exposed = sum(max(0, one.elapsed_time(other)) for one, other in zip(wanted, copied, strict=True))
+        return [transfer / 1e3, exposed / 1e3]
+
+    stream, _ = copy_checks.tile_stream(b, True)
+    copy_checks.read_all(stream)
+    b.stream.synchronize()
+    expected, tiles = sums(slice(None)), len(stream.tiles)
+    assert expected[0] > 0 and SHAPE.layers > 1 and tiles > 1
+    for layers in (0, 1):
+        stream.read_clocks(layers)
+    for event in stream._begun[:tiles]:
+        event.at -= 5000  # read again, or not yet read, they count for more
+    stream.read_clocks(1)
+    timings = stream.timings()
+    assert timings is not None and [timings.transfer_s, timings.exposed_s] == pytest.approx(expected)
+
+
 def test_a_forward_that_was_cut_short_does_not_hold_up_the_clocks(b: Bench) -> None:
     clocks, costs = TransferClocks(SHAPE.layers), Costs()
     for cut in (True, False):

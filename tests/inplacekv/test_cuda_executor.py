@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import wraps
+from itertools import cycle
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -22,10 +23,11 @@ from sglang_inplacekv.executors import hand_over, merge_kernel
 from sparse_attn.attend import LOG2E
 from tests.inplacekv import fake_cuda, simulation
 from tests.inplacekv.fake_cuda import FakeStream
-from tests.inplacekv.simulation import Simulation
+from tests.inplacekv.simulation import SimRequest, Simulation
 
-ROWS, Q_HEADS = 6, 6  # of a captured decode; of the simulation
-OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "cuda")
+ROWS = (6, 8)  # of captured decodes
+Q_HEADS = 6  # of the simulation
+OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "host_reads", "cuda")
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple:
@@ -154,25 +156,35 @@ def executors(cuda: ModuleType) -> dict[str, type]:
             self._collect_answer()
 
     class Graphed(Eager):
-        """Decodes as a server replays them: of more rows than there are requests, D's attention as it was captured."""
+        """Decodes as a server replays them: of more rows than there are requests, D's attention as it was captured. Two at a
+        time of either size, then two that no graph fits."""
+
+        def __init__(self, regions) -> None:
+            super().__init__(regions)
+            self._sizes, self._graph_rows = cycle(rows for rows in (*ROWS, None) for _ in range(2)), None
 
         def begin_forward(self, plan, graph_rows=None) -> None:
-            if plan.is_decode and ROWS not in self._captured:
-                self.reserve_rows(ROWS)
-                self.begin_capture(ROWS)
-                shape = self.regions.shape
-                self.decode_device(0, torch.zeros(ROWS, Q_HEADS, shape.head_dim), shape.head_dim**-0.5)
-            super().begin_forward(plan, ROWS if plan.is_decode else None)
+            if not self._captured:
+                self.reserve_rows(max(ROWS))
+                for rows in ROWS:
+                    self.begin_capture(rows)
+                    shape = self.regions.shape
+                    self.decode_device(0, torch.zeros(rows, Q_HEADS, shape.head_dim), shape.head_dim**-0.5)
+            self._graph_rows = next(self._sizes) if plan.is_decode else None
+            super().begin_forward(plan, self._graph_rows)
 
         def write_layer(self, layer, *parts) -> None:
-            if self._plan.is_decode:
-                self.write_decoded(layer, *map(padded, parts))
-            else:
+            if self._graph_rows is None:
                 super().write_layer(layer, *parts)
+            else:
+                self.write_decoded(layer, *(padded(part, self._graph_rows) for part in parts))
 
         def decode(self, layer, q, scale, out) -> None:
-            rows, whole = padded(q), padded(out)
-            state = self._captured[ROWS].run(rows, self._device_pages(layer))
+            if self._graph_rows is None:
+                super().decode(layer, q, scale, out)
+                return
+            rows, whole = padded(q, self._graph_rows), padded(out, self._graph_rows)
+            state = self._captured[self._graph_rows].run(rows, self._device_pages(layer))
             self.decode_host(layer, rows, scale)
             self.decode_merge(state, whole)
             out.copy_(whole[: len(out)])
@@ -180,8 +192,8 @@ def executors(cuda: ModuleType) -> dict[str, type]:
     return {"eager": Eager, "graphs": Graphed}
 
 
-def padded(rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat((rows, torch.full((ROWS - len(rows), *rows.shape[1:]), torch.nan)))
+def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat((part, torch.full((rows - len(part), *part.shape[1:]), torch.nan)))
 
 
 def at_address(address, shape, _, dtype) -> torch.Tensor:
@@ -199,18 +211,22 @@ def synchronize() -> None:
 @pytest.mark.parametrize(("steals", "form"), [(False, "eager"), (True, "eager"), (True, "graphs")])
 def test_random_traffic_is_exact(
     cuda: ModuleType,
+    modules: dict[str, ModuleType],
     share: float,
     device_pages: int,
     steals: bool,
     form: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tables = mock.Mock(wraps=modules["host_reads"].compute_table)
+    monkeypatch.setattr(modules["host_reads"], "compute_table", tables)
     monkeypatch.setattr(simulation, "make_executor", lambda regions, _: executors(cuda)[form](regions))
     sim = Simulation(share=share, device_pages=device_pages, host_pages=40, seed=11, steals=steals)
     try:
-        with mock.patch.object(sim, "_check_costs"):
+        with mock.patch.object(sim, "_check_costs") as decoded:
             for _ in range(60):
                 sim.step()
+        assert 0 < tables.call_count < 0.9 * decoded.call_count, "some decodes read what the last one did"
         assert isinstance(sim.executor, cuda.CudaExecutor) and sim.arrivals >= 5
         sim.executor.drain()
         costs = sim.executor.take_costs()
@@ -218,3 +234,49 @@ def test_random_traffic_is_exact(
         sim.regions.check_integrity()
     finally:
         sim.close()
+
+
+@pytest.fixture
+def decoding(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Simulation, SimRequest]]:
+    """A simulation with a request whose prompt is done, half of its pages for the CPU."""
+    monkeypatch.setattr(simulation, "make_executor", lambda regions, _: executors(cuda)["eager"](regions))
+    sim = Simulation(share=0.5, device_pages=0, host_pages=40, seed=11, layers=3, jitter=False, steals=True)
+    try:
+        request = sim.admit()
+        assert sim.room_for(request, 26)
+        sim.forward([(request, 26)], is_decode=False)
+        sim.executor.drain()
+        assert sim.room_for(request, 1)
+        yield sim, request
+    finally:
+        sim.close()
+
+
+def test_a_team_that_does_not_answer_lets_the_gpu_go_on(
+    decoding: tuple[Simulation, SimRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU waits for the answer by itself. An error is no use while whoever handles it waits for the GPU."""
+    (sim, request), waits = decoding, []
+    monkeypatch.setattr(hand_over, "wait_for_value", lambda _, flag, value: waits.append((flag, value)))
+    hung = mock.Mock(wait=mock.Mock(side_effect=TimeoutError("has not ended")))
+    monkeypatch.setattr(type(sim.team), "submit_arguments", lambda *_: hung)
+    with pytest.raises(RuntimeError, match=r"layer 0, region C: has not ended"):
+        sim.forward([(request, 1)], is_decode=True)
+    assert waits and all(int(flag) >= value for flag, value in waits)
+
+
+def test_a_late_answer_of_a_forward_that_was_cut_short_is_waited_for(
+    decoding: tuple[Simulation, SimRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to the memory that the next forward's come to."""
+    sim, request = decoding
+    busy, kv = sim.team.submit_multiply(30_000_000), (request.k, request.v)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(sim.executor), "_attend_tiles", mock.Mock(side_effect=MemoryError("tiles")))
+        with pytest.raises(MemoryError, match="tiles"):
+            sim.forward([(request, 1)], is_decode=True)
+    assert not busy.done()
+    request.k, request.v = kv  # the token is decoded again
+    with mock.patch.object(sim, "_check_costs"):
+        sim.forward([(request, 1)], is_decode=True)
+    assert busy.done()

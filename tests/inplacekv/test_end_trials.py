@@ -118,7 +118,7 @@ def test_a_trial_ends_whatever_happens(seed: int) -> None:
             trials.break_off()
         tokens = draw.choice([TOKENS, 2 * TOKENS]) if event > 0.9 else TOKENS
         held, tries = trials._held, trials._tries
-        trials.note(share, tokens, SHORT_S * draw.uniform(0.5, 1.4), lambda: possible)
+        trials.note(share, tokens, SHORT_S * draw.uniform(0.5, 1.4), possible)
         asked = asked + 1 if tries and trials._tries else 0
         assert asked < 3
         assert trials._held in (held, wanted, None) and trials._held in (None, *possible)

@@ -113,6 +113,17 @@ def test_steps_far_out_now_and_then_move_nothing(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["cpu", "transfer"])
+def test_three_steps_far_out_move_little(side: str) -> None:
+    host = Host()
+    before, line = host.steps(20), getattr(host, side)
+    setattr(host, side, Line(line.fixed_s, 50 * line.token_s))
+    host.steps(3)
+    setattr(host, side, line)
+    host.steps(HALF_LIFE_STEPS)
+    assert max(abs(share - before) for share in host.shares[20:]) < 0.08
+
+
+@pytest.mark.parametrize("side", ["cpu", "transfer"])
 def test_a_side_that_is_slow_most_of_the_time_is_slow(side: str) -> None:
     host = Host()
     host.steps(20)
