@@ -238,15 +238,16 @@ def test_random_traffic_is_exact(
 
 @pytest.fixture
 def decoding(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Simulation, SimRequest]]:
-    """A simulation with a request whose prompt is done, half of its pages for the CPU."""
+    """A simulation with a request whose prompt is done, all of it in T, half of which the CPU is to take."""
     monkeypatch.setattr(simulation, "make_executor", lambda regions, _: executors(cuda)["eager"](regions))
-    sim = Simulation(share=0.5, device_pages=0, host_pages=40, seed=11, layers=3, jitter=False, steals=True)
+    sim = Simulation(share=0.0, device_pages=0, host_pages=40, seed=11, layers=3, jitter=False, steals=True)
     try:
         request = sim.admit()
         assert sim.room_for(request, 26)
         sim.forward([(request, 26)], is_decode=False)
         sim.executor.drain()
         assert sim.room_for(request, 1)
+        sim.regions.scope.target_share = 0.5
         yield sim, request
     finally:
         sim.close()
@@ -276,7 +277,8 @@ def test_a_late_answer_of_a_forward_that_was_cut_short_is_waited_for(
         with pytest.raises(MemoryError, match="tiles"):
             sim.forward([(request, 1)], is_decode=True)
     assert not busy.done()
-    request.k, request.v = kv  # the token is decoded again
+    request.k, request.v = kv  # the token is decoded again, now without the CPU
+    sim.regions.scope.target_share = 0.0
     with mock.patch.object(sim, "_check_costs"):
         sim.forward([(request, 1)], is_decode=True)
     assert busy.done()
