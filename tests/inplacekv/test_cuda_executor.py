@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -282,3 +284,36 @@ def test_a_late_answer_of_a_forward_that_was_cut_short_is_waited_for(
     with mock.patch.object(sim, "_check_costs"):
         sim.forward([(request, 1)], is_decode=True)
     assert busy.done()
+
+
+def test_a_captured_latent_call_is_planned_again_as_sglang_plans_its_own(
+    cuda: ModuleType, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = importlib.import_module("sglang.srt.layers.attention.flashinfer_mla_backend")
+    again = mock.create_autospec(backend.fast_mla_prefill_plan)
+    monkeypatch.setattr(backend, "fast_mla_prefill_plan", again)
+    mla, wrapper = modules["flashinfer_mla"], mock.Mock()
+    monkeypatch.setattr(mla, "BatchMLAPagedAttentionWrapper", mock.Mock(return_value=wrapper))
+    monkeypatch.setattr(mla, "MLAPlanMetadata", mock.Mock())
+    geometry = cuda.Geometry(16, 1, 576, 64, torch.bfloat16, torch.bfloat16, 0.1)
+    counts, pages = np.array([1, 2], dtype=np.int32), np.array([7, 3, 4], dtype=np.int32)
+    captured = mla.LatentAttention(torch.zeros(1), 512, (2, torch.zeros(8, dtype=torch.int32)))
+    plain = mla.LatentAttention(torch.zeros(1), 512)
+    for call in (captured, plain):
+        for last in ([5, 6], [6, 7]):
+            rows = np.ones(2, dtype=np.int32)
+            call.plan(geometry, cuda.PagedLists(rows, counts, pages, np.array(last, dtype=np.int32)))
+    assert wrapper.plan.call_count == 3 and again.call_count == 1
+    bound = inspect.signature(backend.fast_mla_prefill_plan).bind(
+        *again.call_args.args, **again.call_args.kwargs
+    )
+    told = {
+        name: value.tolist() for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)
+    }
+    assert told == {
+        "qo_indptr_cpu": [0, 1, 2],
+        "kv_indptr_cpu": [0, 1, 3],
+        "kv_indices": [7, 3, 4],
+        "kv_len_arr_cpu": [6, 64 + 7],
+    }
+    assert bound.arguments["self"] is wrapper and bound.arguments["head_dim_kpe"] == 64
