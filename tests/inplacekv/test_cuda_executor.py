@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from sglang.srt.layers.attention import flashinfer_mla_backend
 
 from sglang_inplacekv.executors import hand_over, merge_kernel
 from sparse_attn.attend import LOG2E
@@ -289,9 +290,8 @@ def test_a_late_answer_of_a_forward_that_was_cut_short_is_waited_for(
 def test_a_captured_latent_call_is_planned_again_as_sglang_plans_its_own(
     cuda: ModuleType, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = importlib.import_module("sglang.srt.layers.attention.flashinfer_mla_backend")
-    again = mock.create_autospec(backend.fast_mla_prefill_plan)
-    monkeypatch.setattr(backend, "fast_mla_prefill_plan", again)
+    again = mock.create_autospec(flashinfer_mla_backend.fast_mla_prefill_plan)
+    monkeypatch.setattr(flashinfer_mla_backend, "fast_mla_prefill_plan", again)
     mla, wrapper = modules["flashinfer_mla"], mock.Mock()
     monkeypatch.setattr(mla, "BatchMLAPagedAttentionWrapper", mock.Mock(return_value=wrapper))
     monkeypatch.setattr(mla, "MLAPlanMetadata", mock.Mock())
@@ -304,7 +304,7 @@ def test_a_captured_latent_call_is_planned_again_as_sglang_plans_its_own(
             rows = np.ones(2, dtype=np.int32)
             call.plan(geometry, cuda.PagedLists(rows, counts, pages, np.array(last, dtype=np.int32)))
     assert wrapper.plan.call_count == 3 and again.call_count == 1
-    bound = inspect.signature(backend.fast_mla_prefill_plan).bind(
+    bound = inspect.signature(flashinfer_mla_backend.fast_mla_prefill_plan).bind(
         *again.call_args.args, **again.call_args.kwargs
     )
     told = {
