@@ -70,11 +70,12 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
         rounds = rounds_of(rows, row["case"])
         auto = Verdict.of(row["auto_share"], rounds, row["auto_rounds_ms"])
         plan = Verdict.of(row["predicted_share"], rounds)
+        given = Verdict.of(row["auto_share"], rounds)
         low, high = auto.good_shares
         shares.append(
             (
-                row["case"], auto.best_share, f"{low:.2f}-{high:.2f}", auto.best_ms, auto.share,
-                f"{row.get('auto_moves', '-')} of {row.get('auto_steps', '-')}", auto.over_best, _word(auto.is_good),
+                row["case"], auto.best_share, f"{low:.2f}-{high:.2f}", auto.best_ms, auto.share, given.over_best,
+                _word(given.is_good), auto.over_best, f"{row.get('auto_moves', '-')} of {row.get('auto_steps', '-')}",
                 plan.share, plan.over_best, _word(plan.is_good), row["placed_ms"],
             )
         )  # fmt: skip
@@ -91,8 +92,8 @@ def share_sweep(parts: dict[str, list[dict]]) -> str:
             )
         )  # fmt: skip
     columns = (
-        "model, batch x context", "best share", "within 3%", "ms", "auto", "steps it moved in", "of the best", "good",
-        "plan", "of the best", "good", "placed at auto, ms",
+        "model, batch x context", "best share", "within 3%", "ms", "r*", "given, of the best", "good",
+        "controlled, of the best", "steps it moved in", "plan's", "of the best", "good", "placed at r*, ms",
     )  # fmt: skip
     plan_columns = (
         "model, batch x context", "CPU GB/s, in the step / plan", "link GB/s", "a0, us a layer", "shortest, all in D, ms",

@@ -140,8 +140,9 @@ class ShareController:
 
     def note_step(self, share: float, host_tokens: int, layer_s: float) -> None:
         """A decode took layer_s a layer, in which it read so many host tokens, of which the CPU attended `share`."""
-        if self._lines is not None and host_tokens:
-            known, *ends = (layer_seconds(at, *self._lines, host_tokens) for at in (share, 1.0, 0.0))
+        lines = self._lines
+        if lines is not None and host_tokens:
+            known, *ends = (layer_seconds(at, *lines, host_tokens) for at in (share, 1.0, 0.0))
             worth = [
                 end for end, end_s in zip((1.0, 0.0), ends, strict=True) if end_s <= _WORTH_A_TRIAL * layer_s
             ]
@@ -157,9 +158,10 @@ class ShareController:
 
     def share(self, host_tokens: int) -> float:
         """The target for a step that reads so many host tokens a layer."""
-        if self._lines is not None and host_tokens:
-            best = balanced_share(*self._lines, host_tokens)
-            now_s, best_s = (layer_seconds(at, *self._lines, host_tokens) for at in (self.target, best))
+        lines = self._lines
+        if lines is not None and host_tokens:
+            best = balanced_share(*lines, host_tokens)
+            now_s, best_s = (layer_seconds(at, *lines, host_tokens) for at in (self.target, best))
             if now_s > _AS_GOOD * best_s or best in (0.0, 1.0):
                 self.target = best
         return self.target

@@ -17,6 +17,9 @@ from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST = 10**6  # of any number in a config.json
+# Before its first layer, a step that reads host memory plans pages, tiles and the CPU's part, which one with all KV in GPU
+# memory does not: 0.5 to 1.7 ms on the host of docs/gpu.md.
+STEP_START_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def predict(
 ) -> Prediction:
     """cpu and transfer: seconds of a layer. rest_s: a step's time with all KV in GPU memory.
 
-    The CPU's attention adds to rest_s, since each layer goes on with its answer. Copies hide behind both.
+    The CPU's attention adds to rest_s, since each layer goes on with its answer. Copies hide behind both. STEP_START_S comes
+    before, if anything is in host memory.
     """
     size = model.shape.page_size
     pages = batch * -(-context // size)
@@ -138,7 +142,8 @@ def predict(
     cpu = Line(cpu.fixed_s + rest_s / layers, cpu.token_s)
 
     def step(share: float) -> float:
-        return max(rest_s, layers * layer_seconds(share, cpu, transfer, tokens))
+        start_s = STEP_START_S if tokens else 0.0
+        return start_s + max(rest_s, layers * layer_seconds(share, cpu, transfer, tokens))
 
     share = balanced_share(cpu, transfer, tokens)
     return Prediction(

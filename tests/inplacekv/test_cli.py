@@ -15,7 +15,7 @@ import torch
 from sglang_inplacekv import cli, cores, doctor, probes
 from sglang_inplacekv.host_rates import AttentionRates, TeamRates
 from sglang_inplacekv.models import checkpoint_path, make_tiny, write_config
-from sglang_inplacekv.planning import ModelKV, predict, read_model
+from sglang_inplacekv.planning import STEP_START_S, ModelKV, predict, read_model
 from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.topology import Node, Topology
 from tests.models.v4_checkpoints import FLASH
@@ -68,7 +68,7 @@ def test_plan_of_qwen3(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = next(line for line in out.splitlines() if line.strip().startswith("32 x 32768")).split()
     # 2**20 tokens of 96 KiB; the bandwidths' shares; the sum of both.
     assert row[3:5] == ["103.08", "0.62"]
-    assert float(row[5]) == pytest.approx(103.08e3 / 136, rel=0.01)
+    assert float(row[5]) == pytest.approx(103.08e3 / 136 + 1e3 * STEP_START_S, rel=0.01)
 
 
 def test_what_fits_the_gpu_is_not_on_the_host(qwen3: Path) -> None:
@@ -80,11 +80,12 @@ def test_what_fits_the_gpu_is_not_on_the_host(qwen3: Path) -> None:
     # The rest of a layer waits for the CPU, and copies hide behind it.
     tokens, rest = 5 * 256, 0.001 / 48
     assert found.share == pytest.approx((2e-6 * tokens - rest) / (3e-6 * tokens))
-    assert found.step_s == pytest.approx(48 * 2e-6 * (1 - found.share) * tokens)
-    assert found.transfer_s == pytest.approx(48 * 2e-6 * tokens)
-    assert found.cpu_s == pytest.approx(0.001 + 48 * 1e-6 * tokens)
+    assert found.step_s == pytest.approx(STEP_START_S + 48 * 2e-6 * (1 - found.share) * tokens)
+    assert found.transfer_s == pytest.approx(STEP_START_S + 48 * 2e-6 * tokens)
+    assert found.cpu_s == pytest.approx(STEP_START_S + 0.001 + 48 * 1e-6 * tokens)
     # Few enough tokens cross behind the rest of the step, which takes no longer for them.
-    assert predict(model, cpu, Line(0.0, 1e-9), 2, 1000, 3 * page, 0.001).step_s == 0.001
+    hidden = predict(model, cpu, Line(0.0, 1e-9), 2, 1000, 3 * page, 0.001)
+    assert hidden.step_s == STEP_START_S + 0.001
     assert found.transfer_s > found.step_s < found.cpu_s
 
 
@@ -96,12 +97,15 @@ def test_a_step_of_qwen3_by_hand(qwen3: Path) -> None:
     found = predict(model, cpu, link, 1, 32768, 0, rest_s)
     # (1.266 - 0.1 - 0.2) / (0.895 + 1.266), at which both sides take 0.700 ms.
     assert found.share == pytest.approx(0.447, abs=5e-4)
-    assert found.step_s == pytest.approx(48 * 0.7001e-3, rel=1e-3)
-    assert found.cpu_s == pytest.approx(48 * (0.1e-3 + 0.2e-3 + 0.8948e-3), rel=1e-3)
-    assert found.transfer_s == pytest.approx(48 * 1.2662e-3, rel=1e-3), "without the CPU's fixed part"
+    start_s = STEP_START_S
+    assert found.step_s == pytest.approx(start_s + 48 * 0.7001e-3, rel=1e-3)
+    assert found.cpu_s == pytest.approx(start_s + 48 * (0.1e-3 + 0.2e-3 + 0.8948e-3), rel=1e-3)
+    assert found.transfer_s == pytest.approx(start_s + 48 * 1.2662e-3, rel=1e-3), (
+        "without the CPU's fixed part"
+    )
     # 2048 tokens cross in 0.079 ms, behind the rest of the layer: the CPU gets none and its fixed part is not counted.
     short = predict(model, cpu, link, 1, 2048, 0, rest_s)
-    assert (short.share, short.step_s, short.transfer_s) == (0.0, rest_s, rest_s)
+    assert (short.share, short.step_s, short.transfer_s) == (0.0, start_s + rest_s, start_s + rest_s)
     # 8192 cross in 0.317 ms, a little longer than the CPU's fixed part and the rest of the layer.
     longer = predict(model, cpu, link, 1, 8192, 0, rest_s)
     assert longer.share == pytest.approx(0.031, abs=5e-4) and longer.step_s < longer.transfer_s
