@@ -259,7 +259,7 @@ class CudaExecutor(Executor):
             (layer, job), forward.answer = forward.answer, None
             try:
                 self._collect(job, layer)
-            except RuntimeError:
+            except BaseException:  # an interrupt too
                 assert self._hand is not None
                 self._hand.give_up()
                 raise

@@ -91,7 +91,7 @@ class ListedCpu:
             job, self._job = self._job, None
             try:
                 job.wait(self._timeout_s)
-            except TimeoutError:
+            except BaseException:  # an interrupt too
                 self._hand.give_up()
                 raise
             self.seconds.append(job.seconds)
