@@ -72,15 +72,16 @@ def misread(reads: Reads, region: str, fault: str) -> None:
 def test_one_page_misread(monkeypatch, phase, region, fault):
     batch = prompts(2 * CHUNK + 3)
     expected = stock("qwen3_moe", batch, 12)
-    plan_reads = Planner._plan_reads
+    build = Planner.build
 
-    def faulty(planner, span, is_decode):
-        reads = plan_reads(planner, span, is_decode)
+    def faulty(planner, spans, is_decode):
+        plan = build(planner, spans, is_decode)
         if is_decode == (phase == "decode"):
-            misread(reads, region, fault)
-        return reads
+            for reads in plan.reads:
+                misread(reads, region, fault)
+        return plan
 
-    monkeypatch.setattr(Planner, "_plan_reads", faulty)
+    monkeypatch.setattr(Planner, "build", faulty)
     with server("qwen3_moe", share=0.37, device_tokens=3 * PAGE) as runner:
         assert_noticed(expected, runner.generate(batch, max_new_tokens=12))
 
