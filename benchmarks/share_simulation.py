@@ -28,6 +28,7 @@ from .cases import share_growing, share_hogs, share_sweep
 from .decoder import ScopeDecoder
 from .environment import environment
 from .layers import PAGE_TOKENS, qwen
+from .planned import Planned
 from .report import report
 from .results import Budget, Part, write_json
 from .scale import FULL, Shape, ShareScale
@@ -125,7 +126,7 @@ def measure(out: Path, scale: ShareScale, link_gbps: float) -> None:
     decoder.team.close()
 
 
-def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> share_sweep.Planned:
+def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> Planned:
     """What `plan` would measure, by the simulated clocks: the longest sequence alone on either side."""
     decoder.place(Shape(1, tokens))
     decoder.fixed(1.0, steals=True)
@@ -133,7 +134,7 @@ def _planned(decoder: SimulatedDecoder, tokens: int, link_gbps: float) -> share_
     seconds = statistics.median(step.seconds for step in steps) / decoder.model.shape.layers - FIXED_S
     lines = Line(FIXED_S, seconds / tokens), Line(0.0, width / (link_gbps * 1e9))
     # A layer is attention and nothing else, and what would lie in D would take no time.
-    return share_sweep.Planned("qwen3_30b_a3b", decoder.model, *lines, rest_s=0.0)
+    return Planned("qwen3_30b_a3b", decoder.model, *lines, rest_s=0.0)
 
 
 def main() -> None:

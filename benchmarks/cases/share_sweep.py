@@ -5,105 +5,28 @@ All pages are T, so that every share comes about by stealing and the KV is the s
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
-import torch
-
-from sglang_inplacekv.models import write_config
-from sglang_inplacekv.planning import ModelKV, predict, read_model
-from sglang_inplacekv.probes import measure_rates
-from sglang_inplacekv.roofline import Line
-
-from ..decoder import Decoder, LayersDecoder
+from ..decoder import Decoder
 from ..experiments import distinct, rounds_ms, settle, settled, step_ms, sweep
-from ..layers import PAGE_TOKENS, Layers
+from ..layers import PAGE_TOKENS
+from ..planned import Planned, each_shape
 from ..scale import Shape
 
-_ASSUMED_LINK = 10e9  # bytes a second, where there is no GPU and only the code is tried
 _WARM_UP_STEPS = 2
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A model and what `inplacekv plan` measures for it on this host, and is told."""
-
-    name: str
-    model: ModelKV
-    cpu: Line
-    link: Line
-    rest_s: float  # a step with all KV in D: --step-ms
-
-    @property
-    def fixed_s(self) -> float:
-        """What a layer takes beside the CPU's attention."""
-        return self.cpu.fixed_s + self.rest_s / self.model.shape.layers
-
-    def gbps(self, line: Line) -> float:
-        return self.model.layer_token_bytes / line.token_s / 1e9
-
-
 def run(context) -> None:
-    for kind in context.scale.share.models:
-        context.part.attempt(kind, partial(_measure, context, kind), needs_s=30)
-
-
-def _measure(context, kind: str) -> None:
-    scale, part = context.scale.share, context.part
-    folder = write_config(kind, context.out / f"{kind}-{scale.layers}", layers=scale.layers)
-    most = max(shape.batch * shape.context for shape in scale.shapes)
-    model = read_model(folder, PAGE_TOKENS)
-    rest_s = resident_s(model, scale)
-    layers = Layers(model, most, max(shape.batch for shape in scale.shapes))
-    try:
-        decoder = LayersDecoder(layers)
-        for shape in scale.shapes:
-            part.attempt(
-                f"{kind} {shape}", partial(_measure_shape, part, scale, decoder, kind, rest_s, shape)
-            )
-    finally:
-        layers.close()
-
-
-def _measure_shape(part, scale, decoder: LayersDecoder, kind: str, rest_s: float, shape: Shape) -> None:
-    compare(part, scale, decoder, planned_now(decoder.layers, kind, rest_s), shape)
-
-
-def planned_now(layers: Layers, kind: str, rest_s: float) -> Planned:
-    """On a shared host, rates of a minute ago are other rates."""
-    return Planned(kind, layers.model, *_lines(layers.model, layers.team.threads), rest_s)
-
-
-def resident_s(model: ModelKV, scale) -> float:
-    """A step of the shortest shape with all KV in D. A longer one attends more of D, of which a spilled step has none."""
-    shape = min(scale.shapes, key=lambda shape: shape.batch * shape.context)
-    pages = shape.batch * (shape.context // PAGE_TOKENS + 1)
-    layers = Layers(model, 0, shape.batch, device_pages=pages)
-    try:
-        plan, inputs = layers.place(shape, 0.0), layers.inputs(shape.batch)
-        if plan.cpu_tokens or plan.transfer_tokens:
-            raise RuntimeError(f"{shape} in {pages} pages of D reads {plan.attended_tokens(PAGE_TOKENS)}")
-        seconds = [layers.step(plan, inputs) for _ in range(_WARM_UP_STEPS + scale.settle_steps)]
-    finally:
-        layers.close()
-    return statistics.median(seconds[_WARM_UP_STEPS:])
-
-
-def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
-    """CPU and link, as `inplacekv plan` measures them."""
-    on_gpu = torch.cuda.is_available()
-    rates = measure_rates([threads], model, "cuda" if on_gpu else "cpu")
-    link = rates.link_line(model) if on_gpu else Line(0.0, model.layer_token_bytes / _ASSUMED_LINK)
-    return rates.cpu_line, link
+    scale = context.scale.share
+    for kind in scale.models:
+        measure = partial(each_shape, context, kind, scale.layers, scale.shapes, compare)
+        context.part.attempt(kind, measure, needs_s=30)
 
 
 def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> None:
     case, pages = f"{planned.name} {shape}", shape.batch * shape.context // PAGE_TOKENS
-    predicted = predict(
-        planned.model, planned.cpu, planned.link, shape.batch, shape.context, 0, planned.rest_s
-    )
+    predicted = planned.step(shape)
     decoder.fixed(0.0, steals=False)
     decoder.place(shape)
     auto, control = settle(decoder, scale.settle_steps, scale.settle_s), decoder.control

@@ -23,6 +23,7 @@ from benchmarks.experiments import change, distinct, growing, rounds_ms, settle,
 from benchmarks.hogs import LinkHog, cpu_hog
 from benchmarks.layers import PAGE_TOKENS as PAGE
 from benchmarks.layers import qwen
+from benchmarks.planned import Planned
 from benchmarks.plot_share import hogs_svgs
 from benchmarks.report import report
 from benchmarks.results import Budget, Part
@@ -107,7 +108,7 @@ def test_controller_and_plan_count_what_a_layer_takes_besides(tmp_path: Path) ->
     hand_over = decoder.cpu
     decoder.cpu = replace(hand_over, fixed_s=10 * hand_over.fixed_s)
     rest_s = LAYERS * 9 * hand_over.fixed_s
-    planned = share_sweep.Planned("qwen", qwen(LAYERS), hand_over, decoder.link, rest_s)
+    planned = Planned("qwen", qwen(LAYERS), hand_over, decoder.link, rest_s)
     part = Part(tmp_path / "parts" / "share_sweep.x.json", "share_sweep", "x", "none", Budget(60))
     share_sweep.compare(part, replace(SMOKE.share, settle_steps=40), decoder, planned, Shape(1, 32768))
     row = part.rows[-1]
