@@ -61,7 +61,6 @@ class _Forward:
     """A plan in the form that every layer uses. The attention calls are planned at the first layer, which knows q."""
 
     plan: StepPlan
-    row_counts: np.ndarray  # new tokens of each request, int32
     writes: _Writes | None  # of an extend
     host: HostReads
     stream: CudaTileStream
@@ -126,9 +125,8 @@ class CudaExecutor(Executor):
         # The GPU is done with the forward before last, or nearly so, even where that was cut short and never finishes.
         self._clocks.read_all(self._costs, but=1)
         in_place = plan.is_decode and self.regions.config.transfer == "zero-copy"
-        row_counts = np.array([span.new_tokens for span in plan.spans], dtype=np.int32)
         rows = graph_rows or plan.tokens
-        host = self._host_reads.of(plan, row_counts, rows, streams=not in_place)
+        host = self._host_reads.of(plan, rows, streams=not in_place)
         # Its first copies are under way from here on.
         stream = CudaTileStream(
             self.regions,
@@ -141,7 +139,6 @@ class CudaExecutor(Executor):
         )
         self._current = _Forward(
             plan,
-            row_counts,
             None if plan.is_decode else self._writes_of(plan),
             host,
             stream,
@@ -370,7 +367,7 @@ class CudaExecutor(Executor):
     def _plan_calls(self, q: torch.Tensor, scale: float) -> None:
         forward, geometry = self._forward, self._geometry_of(q, scale)
         if not forward.plan.is_decode and self._chunk is not None:
-            self._chunk.plan(geometry, forward.row_counts.tolist())
+            self._chunk.plan(geometry, forward.host.row_counts.tolist())
         if not forward.replayed:
             self._device.plan(geometry, self._device_lists(forward))
         if forward.in_place:
@@ -407,14 +404,17 @@ class CudaExecutor(Executor):
         pages = [own.device_pages for own in reads]
         counts = np.array([len(own) for own in pages], dtype=np.int32)
         return PagedLists(
-            forward.row_counts, counts, np.concatenate(pages).astype(np.int32), tokens - (counts - 1) * size
+            forward.host.row_counts,
+            counts,
+            np.concatenate(pages).astype(np.int32),
+            tokens - (counts - 1) * size,
         )
 
     def _in_place_lists(self, forward: _Forward) -> PagedLists:
         pages = [own.transfer_pages for own in forward.plan.reads]
         counts = np.array([len(own) for own in pages], dtype=np.int32)
         index = self.regions.arena.zero_copy_index(np.concatenate(pages))
-        return full_pages(forward.row_counts, counts, index, self.regions.sizes.page_size)
+        return full_pages(forward.host.row_counts, counts, index, self.regions.sizes.page_size)
 
     def _device_pages(self, layer: int) -> KV:
         shape = self.regions.shape

@@ -49,10 +49,10 @@ class HostReadsOfDecodes:
         """The buffers that `arguments` names are others from here on."""
         self._last = None
 
-    def of(self, plan: StepPlan, row_counts: np.ndarray, rows: int, *, streams: bool) -> HostReads:
+    def of(self, plan: StepPlan, rows: int, *, streams: bool) -> HostReads:
         """rows: of q, with those that only fill up a captured batch. Unless `streams`, T has no tiles."""
         if not plan.is_decode:
-            return self._make(plan, row_counts, streams)
+            return self._make(plan, streams)
         pages = (
             own
             for reads in plan.reads
@@ -60,15 +60,15 @@ class HostReadsOfDecodes:
         )
         key = rows, tuple(own.tobytes() for own in pages)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._make(plan, row_counts, streams)
+            self._last = key, self._make(plan, streams)
         return self._last[1]
 
-    def _make(self, plan: StepPlan, row_counts: np.ndarray, streams: bool) -> HostReads:
+    def _make(self, plan: StepPlan, streams: bool) -> HostReads:
         sizes = self._regions.sizes
         return HostReads(
             TileCopies(self._regions, plan_tiles(plan, sizes) if streams else []),
             compute_table(plan, sizes) if plan.is_decode else None,
-            row_counts,
+            np.array([span.new_tokens for span in plan.spans], dtype=np.int32),
             sizes.page_size,
         )
 
