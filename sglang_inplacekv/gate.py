@@ -71,10 +71,8 @@ class AdmissionGate:
         most_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         if not self._pool.freed.travel or not allocator.lacks_room_ahead(self._pages(most_tokens)):
             return
-        left, pages = (
-            most_tokens,
-            0,
-        )  # tokens of the next pass, and its pages with those that answers begin in
+        # Tokens of the next pass, and its pages with those that answers begin in.
+        left, pages = most_tokens, 0
         if going_on is not None:
             own = min(left, _tokens_so_far(going_on) - going_on.kv.kv_allocated_len)
             left, pages = left - own, self._pages(own + 1)
