@@ -59,6 +59,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
         yield Undisturbed(runner, profile, recording, plans, rounding, repeatable)
 
 
+def clocks_unread_until_the_end():
+    """Clocks of tiles are read within a forward on the strength of the waits that a test leaves out, and would raise there."""
+    return mock.patch.object(CudaTileStream, "read_clocks")
+
+
 @pytest.mark.parametrize("name", [COMPUTE, *STREAMS])
 def test_late_stream_changes_nothing(plain: Undisturbed, name: str) -> None:
     """Bit by bit where the same plans repeat bits; else within what rounding does."""
@@ -78,7 +83,7 @@ def test_queries_that_are_not_awaited_show(plain: Undisturbed) -> None:
     with (
         late(plain.runner, COMPUTE),
         mock.patch.object(HandOver, "await_q", return_value=None),
-        mock.patch.object(CudaTileStream, "read_clocks"),  # relies on the same wait, and would raise
+        clocks_unread_until_the_end(),
     ):
         recording, _ = run(plain.runner, plain.profile)
     if recording.hidden.isfinite().all():
@@ -87,7 +92,7 @@ def test_queries_that_are_not_awaited_show(plain: Undisturbed) -> None:
 
 def test_missing_wait_shows(plain: Undisturbed) -> None:
     """Attention that does not wait for its tiles reads what was there before."""
-    with late(plain.runner, "copy", blind=COMPUTE) as delays:
+    with late(plain.runner, "copy", blind=COMPUTE) as delays, clocks_unread_until_the_end():
         recording, _ = run(plain.runner, plain.profile)
     assert delays.skipped and delays.count
     if recording.hidden.isfinite().all():

@@ -71,6 +71,8 @@ def test_probes_are_made_in_under_two_seconds(tmp_path: Path, monkeypatch: pytes
 def test_rates_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = probes.host_rates(MODEL, "cuda")
-    assert not found.kept and probes.host_rates(MODEL, "cuda").kept
+    # Of a host so busy that one team took all the time, nothing is kept.
+    keeps = len(found.teams) > 1 or len(team_sizes(found.teams[0].threads)) == 1
+    assert not found.kept and probes.host_rates(MODEL, "cuda").kept == keeps
     lines = found.lines(MODEL)
     assert lines is not None and 0.0 < balanced_share(*lines, 10**6) < 1.0
