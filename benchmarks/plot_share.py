@@ -8,6 +8,7 @@ from .share_tables import GOOD, Verdict, over_best, rounds_of
 
 _SHARE_AXIS = [i / 10 for i in range(11)]
 _MOST_OVER = 2.0  # what is slower says nothing about the best share
+_LEAST_OVER = 0.85  # a ratio below 1 is chance
 _OVER_AXIS = [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
 
 
@@ -21,20 +22,20 @@ def sweep_svgs(rows: list[dict]) -> dict[str, str]:
 
 
 def _sweep_svg(model: str, controlled: list[dict], rows: list[dict]) -> str:
-    chart = Chart(f"{model}: step time over the CPU's share", (0.0, 1.0), (0.95, _MOST_OVER))
+    chart = Chart(f"{model}: step time over the CPU's share", (0.0, 1.0), (_LEAST_OVER, _MOST_OVER))
     chart.x_axis("share of the host's KV that the CPU attends", _SHARE_AXIS)
     chart.y_axis("of the best of the sweep", _OVER_AXIS)
     chart.curve([(0.0, GOOD), (1.0, GOOD)], "#999", dashed=True)
     entries = []
     for colour, row in zip(COLOURS, controlled):
         rounds = rounds_of(rows, row["case"])
-        verdict = Verdict.of(row["auto_share"], rounds, row["auto_rounds_ms"])
+        verdict = Verdict.of(row["auto_share"], rounds)
         over = [(share, over_best(own, rounds).median) for share, own in rounds.items()]
-        chart.curve([point for point in over if point[1] <= _MOST_OVER], colour)
-        at = min(verdict.over_best.median, _MOST_OVER)
+        chart.curve([(share, max(at, _LEAST_OVER)) for share, at in over if at <= _MOST_OVER], colour)
+        at = min(max(verdict.over_best.median, _LEAST_OVER), _MOST_OVER)
         chart.dot(verdict.share, at, at, at, colour)
         entries.append((row["case"].split(" ", 1)[1], colour, False))
-    chart.note("dots: where the controller arrived; dashed: 3% above the best")
+    chart.note("dots: where the controller arrived, its share given; dashed: 3% above the best")
     chart.legend(entries, (0.84, 1.95))
     return chart.svg()
 
