@@ -1,4 +1,4 @@
-"""The model measured: Qwen3-30B-A3B in its real shape, with drawn weights."""
+"""The models measured, in their real shapes, with drawn weights: Qwen3-30B-A3B, but where a server says otherwise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONTEXT_TOKENS = 131072
 PAGE_TOKENS = 256  # on our side
 
 
-def model_folder(out: Path, layers: int | None) -> Path:
-    """Write the model's config.json under `out`, with positions up to CONTEXT_TOKENS, and return its folder."""
-    folder = write_config(KIND, out / f"{KIND}-{layers or LAYERS}", layers=layers)
+def model_folder(out: Path, layers: int | None, kind: str = KIND) -> Path:
+    """Write a released model's config.json under `out`, with positions up to CONTEXT_TOKENS, and return its folder."""
+    folder = write_config(kind, out / f"{kind}-{layers or 'whole'}", layers=layers)
     config = folder / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(

@@ -12,7 +12,7 @@ import torch
 
 from sglang_inplacekv.models import write_config
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
-from sglang_inplacekv.probes import measure_rates
+from sglang_inplacekv.probes import HostRates, measure_rates
 from sglang_inplacekv.roofline import Line
 
 from .decoder import LayersDecoder
@@ -41,9 +41,9 @@ class Planned:
     def gbps(self, line: Line) -> float:
         return self.model.layer_token_bytes / line.token_s / 1e9
 
-    def step(self, shape: Shape) -> Prediction:
-        """Of `shape` with no KV in D."""
-        return predict(self.model, self.cpu, self.link, shape.batch, shape.context, 0, self.rest_s)
+    def step(self, shape: Shape, device_bytes: int = 0) -> Prediction:
+        """Of `shape` with so many bytes of D homes."""
+        return predict(self.model, self.cpu, self.link, shape.batch, shape.context, device_bytes, self.rest_s)
 
 
 # Adds rows: (part, scale, decoder, planned, shape).
@@ -65,7 +65,7 @@ def each_shape(
 
         def measure(shape: Shape) -> None:
             # Lines are measured for each: on a shared host, rates of a minute ago are other rates.
-            lines = _lines(layers.model, layers.team.threads)
+            lines = lines_of(measure_rates([layers.team.threads], layers.model, device_name()), layers.model)
             compare(part, scale, decoder, Planned(kind, layers.model, *lines, rest_s), shape)
 
         for shape in shapes:
@@ -89,9 +89,13 @@ def _resident_s(model: ModelKV, scale) -> float:
     return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
-def _lines(model: ModelKV, threads: int) -> tuple[Line, Line]:
-    """CPU and link, as `inplacekv plan` measures them."""
-    on_gpu = torch.cuda.is_available()
-    rates = measure_rates([threads], model, "cuda" if on_gpu else "cpu")
-    link = rates.link_line(model) if on_gpu else Line(0.0, model.layer_token_bytes / _ASSUMED_LINK)
-    return rates.cpu_line, link
+def device_name() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def lines_of(rates: HostRates, model: ModelKV) -> tuple[Line, Line]:
+    """CPU and link, as `inplacekv plan` takes them."""
+    has_link = rates.link_bytes_s is not None
+    return rates.cpu_line, rates.link_line(model) if has_link else Line(
+        0.0, model.layer_token_bytes / _ASSUMED_LINK
+    )

@@ -15,7 +15,7 @@ from .bounds import Bounds
 from .csa_tables import csa_layer
 from .results import read_parts, rows_of, write_json
 from .servers import BENCHMARKS, OURS, STOCK
-from .share_tables import plan_step, share_growing, share_hogs, share_sweep
+from .share_tables import plan_served, plan_step, share_growing, share_hogs, share_sweep
 from .tables import markdown, ratio
 from .trace import COPY, CPU
 
@@ -176,6 +176,7 @@ TABLES: dict[str, Callable[[dict[str, list[dict]]], str]] = {
     "attention": _against_bound("attention"),
     "share_sweep": share_sweep,
     "plan_step": plan_step,
+    "plan_served": plan_served,
     "share_growing": share_growing,
     "share_hogs": share_hogs,
     "csa_layer": csa_layer,

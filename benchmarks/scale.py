@@ -36,6 +36,8 @@ class ShareScale:
     plan_layers: int | None  # None: as many as the model has
     plan_shapes: tuple[Shape, ...]
     plan_steps: int  # to warm up and settle, and as many again to time
+    resident: Shape  # fits D
+    served_shapes: tuple[Shape, ...]  # do not
     growing_tokens: tuple[int, int]
     growing_pages: int  # from one step to the next
     growing_shares: tuple[float, ...]
@@ -108,6 +110,8 @@ _SHARE = ShareScale(
     plan_layers=None,
     plan_shapes=(Shape(1, 32768), Shape(1, 131072), Shape(8, 16384)),
     plan_steps=20,
+    resident=Shape(1, 2048),
+    served_shapes=(Shape(1, 32768), Shape(1, 122880)),
     growing_tokens=(2048, 65536),
     growing_pages=1,
     growing_shares=(0.2, 0.3, 0.4, 0.45, 0.5, 0.6),
@@ -224,6 +228,8 @@ SMOKE = Scale(
         plan_layers=2,
         plan_shapes=(Shape(1, 2048), Shape(2, 1024)),
         plan_steps=4,
+        resident=Shape(1, 96),
+        served_shapes=(Shape(1, 320),),
         growing_tokens=(512, 2048),
         growing_pages=2,
         growing_shares=(0.0, 0.5),

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .model import PAGE_TOKENS
+from .model import KIND, PAGE_TOKENS
 
 STOCK, OURS, NONE = "stock", "ours", "none"
 
 # A GPU budget of 4.2 GB for stock: the least that serves one 32K request.
 SMALL_POOL_TOKENS = 43_000
 HOST_MEMORY_BYTES = 104 * 10**9  # 32 requests of 32,000 tokens, and what they generate
+# For one request of the longest context, of any of the models.
+ONE_REQUEST_BYTES = 24 * 10**9
+# D of the servers whose steps are foretold: room for the request that tells what a step takes with all KV there.
+PLANNED_DEVICE_TOKENS = 4096
 HOST_RESERVE_BYTES = 8 * 10**9  # left to pinned buffers, the process and the system
 
 # Both sides alike. FlashInfer's sampling kernels would only be compiled for nothing: requests are greedy.
@@ -46,6 +50,7 @@ class ServerSetting:
     arguments: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     needs_s: float = 100.0
+    kind: str = KIND  # of released model
 
 
 def _stock(name: str, benchmarks: tuple[str, ...], **arguments: Any) -> ServerSetting:
@@ -54,7 +59,7 @@ def _stock(name: str, benchmarks: tuple[str, ...], **arguments: Any) -> ServerSe
 
 
 def _ours(
-    name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int, share: str = "0.5"
+    name: str, benchmarks: tuple[str, ...], gpu: str, host_bytes: int, share: str = "0.5", kind: str = KIND
 ) -> ServerSetting:
     env = _COMMON_ENV | {
         "SGLANG_INPLACEKV_GPU_MEMORY": gpu,
@@ -62,7 +67,12 @@ def _ours(
         "SGLANG_INPLACEKV_CPU_SHARE": share,
     }
     arguments = _COMMON | {"backend": "inplacekv", "page_size": PAGE_TOKENS}
-    return ServerSetting(name, OURS, benchmarks, arguments, env)
+    return ServerSetting(name, OURS, benchmarks, arguments, env, kind=kind)
+
+
+def _planned(name: str, kind: str) -> ServerSetting:
+    gpu = f"{PLANNED_DEVICE_TOKENS}tok"
+    return _ours(name, ("plan_served",), gpu, ONE_REQUEST_BYTES, share="auto", kind=kind)
 
 
 SERVERS = (
@@ -85,12 +95,16 @@ SERVERS = (
         HOST_MEMORY_BYTES // 2,
         share="auto",
     ),
+    _planned("planned_qwen3", KIND),
+    _planned("planned_mixtral", "mixtral_8x7b"),
+    _planned("planned_v2_lite", "deepseek_v2_lite"),
 )
 BENCHMARKS = (
     "transfer",
     "attention",
     "share_sweep",
     "plan_step",
+    "plan_served",
     "share_growing",
     "share_hogs",
     "csa_layer",

@@ -107,6 +107,14 @@ def _word(good: bool) -> str:
 
 
 def plan_step(parts: dict[str, list[dict]]) -> str:
+    return _foretold(rows_of(parts["plan_step"]))
+
+
+def plan_served(parts: dict[str, list[dict]]) -> str:
+    return _foretold(rows_of(parts["plan_served"]))
+
+
+def _foretold(rows: list[dict]) -> str:
     columns = (
         "model, batch x context", "layers", "plan's share", "share", "all in D, ms", "plan, ms", "measured, ms",
         "plan / measured",
@@ -116,7 +124,7 @@ def plan_step(parts: dict[str, list[dict]]) -> str:
             row["case"], row["layers"], row["predicted_share"], row["share"], row["resident_ms"], row["predicted_ms"],
             row["step_ms"], row["predicted_ms"] / row["step_ms"].median,
         )
-        for row in rows_of(parts["plan_step"])
+        for row in rows
     ]  # fmt: skip
     return markdown(columns, table)
 

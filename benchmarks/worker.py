@@ -73,9 +73,9 @@ def opened(setting: ServerSetting, out: Path, layers: int | None, scale: Scale) 
     from .model import model_folder
     from .server import Server
 
-    shapes = (*scale.fits, *scale.sweep, scale.million, scale.timeline)
+    shapes = (*scale.fits, *scale.sweep, scale.million, scale.timeline, *scale.share.served_shapes)
     longest_tokens = max(scale.long_tokens, *scale.prefill_tokens, *(shape.context for shape in shapes))
-    with Runner(model_folder(out, layers), env=setting.env, **setting.arguments) as runner:
+    with Runner(model_folder(out, layers, setting.kind), env=setting.env, **setting.arguments) as runner:
         server = Server(runner, longest_tokens)
         server.warm_up(max(scale.prefill_tokens[0], scale.fits[0].context))
         yield server

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,13 +37,14 @@ LONGEST_TOKENS = 512
 
 
 @contextmanager
-def tiny_server(side: str, **settings) -> Iterator[Server]:
+def tiny_server(side: str, extra_env: Mapping[str, str] = {}, **settings) -> Iterator[Server]:
     model = make_tiny("qwen3_moe", checkpoint_path("tiny-qwen3_moe"))
     env = {
         "SGLANG_INPLACEKV_HOST_MEMORY": "16MB",
         "SGLANG_INPLACEKV_GPU_MEMORY": "0tok",
         "SGLANG_INPLACEKV_THREADS": "1",
         "SGLANG_INPLACEKV_CPU_SHARE": "0.5",
+        **extra_env,
     }
     own = {"backend": "inplacekv", "env": env} if side == OURS else {"page_size": 1}
     with Runner(model, chunked_prefill_size=64, **own | settings) as runner:
@@ -57,6 +58,19 @@ def measured(name: str, server: Server | None, side: str, out: Path, scale=SMOKE
     run_benchmark(Context(ServerSetting(side, side, (name,)), server, scale, part, out))
     assert not part.problems, part.problems
     return part
+
+
+def test_a_server_s_steps_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = {"SGLANG_INPLACEKV_GPU_MEMORY": "128tok", "SGLANG_INPLACEKV_CPU_SHARE": "auto"}
+    with tiny_server(OURS, max_total_tokens=None, extra_env=own) as server:
+        part = measured("plan_served", server, OURS, tmp_path)
+    assert len(part.rows) == len(SMOKE.share.served_shapes)
+    for row in part.rows:
+        assert row["step_ms"].count == SMOKE.share.plan_steps and row["step_ms"].least > 0
+        assert 0 < row["resident_ms"] <= row["predicted_ms"] and 0 < row["share"] <= 1
+        assert 0 < row["predicted_host_bytes"] == pytest.approx(row["host_bytes"], rel=0.3)
+    assert "plan / measured" in report.report([tmp_path])
 
 
 def test_our_server_runs_every_case(tmp_path: Path) -> None:
