@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from . import RELEASED_KINDS, TINY_KINDS, checkpoint_path, make_tiny, prepare_smollm2, write_config
@@ -24,15 +25,21 @@ def main(argv: list[str] | None = None) -> int:
     if args.layers is not None and args.kind not in RELEASED_KINDS:
         parser.error(f"--layers: possible with {', '.join(RELEASED_KINDS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if args.kind == SMOLLM2:
-        path = prepare_smollm2(args.out)
-    elif args.kind in RELEASED_KINDS:
-        suffix = "" if args.layers is None else f"-{args.layers}-layers"
-        path = write_config(args.kind, args.out or checkpoint_path(args.kind + suffix), layers=args.layers)
-    else:
-        path = make_tiny(args.kind, args.out or checkpoint_path(f"tiny-{args.kind}"))
-    print(path)
+    try:
+        print(_made(args))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _made(args: argparse.Namespace) -> Path:
+    if args.kind == SMOLLM2:
+        return prepare_smollm2(args.out)
+    if args.kind in RELEASED_KINDS:
+        suffix = "" if args.layers is None else f"-{args.layers}-layers"
+        return write_config(args.kind, args.out or checkpoint_path(args.kind + suffix), layers=args.layers)
+    return make_tiny(args.kind, args.out or checkpoint_path(f"tiny-{args.kind}"))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -15,30 +18,59 @@ import cpu_attn
 from sglang_inplacekv.config import ConfigError, parse_bytes
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.doctor import examine
-from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
+from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model, with_rest
 from sglang_inplacekv.probes import LinkError, host_rates
 from sglang_inplacekv.roofline import Line, break_even_tokens
-from sglang_inplacekv.trace import read_trace
+from sglang_inplacekv.trace import is_trace, read_trace
 from sglang_inplacekv.trace_plot import summary, trace_svg
 from sglang_inplacekv.v4.planning import plan_lines, read_layout
 
 _PAGE_SIZES, _COUNTS, _RATES = (2, 65536), (1, 10**9), (1e-3, 1e6)
+_INTERRUPTED = 130  # as a shell reports it
+
+# What a command prints, whole, and its exit code.
+Answer = tuple[list[str], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. 0, 1 if the doctor finds something missing, 2 on bad input."""
-    arguments = _parser().parse_args(argv)
+    """The console script. 0, 1 if the doctor finds something missing, 2 on bad input or where nothing can be printed."""
     try:
-        code = arguments.run(arguments)
-        sys.stdout.flush()
+        arguments = _parser().parse_args(argv)
+        lines, code = arguments.run(arguments)
+        _print(lines)
         return code
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _print(lines: Sequence[str]) -> None:
+    """To standard output, if there is one. ConfigError where it cannot be written; that its reader has gone is no error."""
+    out = sys.stdout
+    if out is None:
+        return
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")  # names of files may hold what it cannot encode
+    try:
+        for line in lines:
+            print(line, file=out)
+        out.flush()
+    except OSError as error:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigError(f"standard output cannot be written: {error.strerror}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help tells what is possible")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inplacekv", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="inplacekv", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="plan|doctor|trace")
     plan = commands.add_parser(
         "plan", help="memory, share and decode time of contexts of a model", allow_abbrev=False
@@ -53,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--link-gbps", help="to the GPU, beside CPU attention; else measured, if there is a GPU"
     )
-    plan.add_argument("--step-ms", default="0", help="a step with all KV in GPU memory")
+    plan.add_argument("--step-ms", help="a step with all KV in GPU memory (default 0)")
     doctor = commands.add_parser("doctor", help="what this host has and what it lacks", allow_abbrev=False)
     doctor.set_defaults(run=_doctor)
     for measuring in (plan, doctor):
@@ -76,7 +108,9 @@ def _number(option: str, text: str, least: float, most: float, kind: type = floa
         value = least - 1
     if not least <= value <= most:
         word = "whole number" if kind is int else "number"
-        raise ConfigError(f"{option}: asked {text[:40]!r}, possible is a {word} from {least:g} to {most:g}")
+        raise ConfigError(
+            f"{option}: asked {text[:40]!r}, possible is a {word} from {least:.10g} to {most:.10g}"
+        )
     return value
 
 
@@ -84,33 +118,43 @@ def _numbers(option: str, text: str) -> list[int]:
     return [_number(option, part, *_COUNTS, int) for part in text.split(",")]
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> Answer:
     batches = _numbers("--batch", arguments.batch)
     contexts = _numbers("--context", arguments.context)
-    rest_s = _number("--step-ms", arguments.step_ms, 0, 1e6) / 1e3
+    rest_s = _number("--step-ms", arguments.step_ms or "0", 0, 1e6) / 1e3
     device_bytes = parse_bytes("--gpu-memory", arguments.gpu_memory)
     page_size = _number("--page-size", arguments.page_size, *_PAGE_SIZES, int)
     v4 = read_layout(arguments.model, page_size)
     if v4 is not None:
-        for line in plan_lines(v4, batches, contexts, device_bytes):
-            print(line)
-        return 0
+        _refuse_rates(arguments)
+        return list(plan_lines(v4, batches, contexts, device_bytes)), 0
     model = read_model(arguments.model, page_size)
     cpu, transfer, note = _lines(model, arguments)
-    print(
+    pays_from = break_even_tokens(with_rest(cpu, rest_s, model), transfer)
+    lines = [
         f"{model.shape.token_bytes / 1024:.1f} KiB of KV a token ({str(model.shape.dtype).removeprefix('torch.')}), "
         f"{model.shape.layers} layers; CPU attention {model.layer_token_bytes / cpu.token_s / 1e9:.1f} GB/s and "
         f"{cpu.fixed_s * 1e6:.0f} us a layer, link {model.layer_token_bytes / transfer.token_s / 1e9:.1f} GB/s; the CPU "
-        f"pays from {break_even_tokens(cpu, transfer):.0f} host tokens a step"
-    )
-    print(
-        f"{'batch x context':>20} {'host GB':>9} {'share':>6} {'step ms':>9} {'tokens/s':>9}  over transfer, CPU"
-    )
+        f"pays from {pays_from:.0f} host tokens a step",
+        f"{'batch x context':>20} {'host GB':>9} {'share':>6} {'step ms':>9} {'tokens/s':>9}  over transfer, CPU",
+    ]
     for batch in batches:
         for context in contexts:
-            print(_row(predict(model, cpu, transfer, batch, context, device_bytes, rest_s)))
-    print(note)
-    return 0
+            lines.append(_row(predict(model, cpu, transfer, batch, context, device_bytes, rest_s)))
+    return [*lines, note], 0
+
+
+def _refuse_rates(arguments: argparse.Namespace) -> None:
+    """A DeepSeek-V4's plan is of memory alone."""
+    given = {
+        "--cpu-gbps": arguments.cpu_gbps,
+        "--link-gbps": arguments.link_gbps,
+        "--step-ms": arguments.step_ms,
+        "--redo-probes": arguments.redo_probes or None,
+    }
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{option}: possible with a DeepSeek-V4 is none: its plan is of memory alone")
 
 
 def _row(found: Prediction) -> str:
@@ -133,6 +177,8 @@ def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line, s
     }
     cpu_rate, link_rate = given.values()
     has_gpu = torch.cuda.is_available()
+    if None not in (cpu_rate, link_rate) and arguments.redo_probes:
+        raise ConfigError("--redo-probes: possible is none beside both rates, since nothing is measured then")
     note = _note(cpu_rate is not None, link_rate is not None, has_gpu)
     if link_rate is None and not has_gpu:
         raise ConfigError(
@@ -145,6 +191,8 @@ def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line, s
                 fixed_s = cpu_attn.hand_over_seconds(team)
         else:
             rates = host_rates(model, device, redo=arguments.redo_probes)
+            if rates.kept:
+                note += " An earlier run measured it; --redo-probes measures anew."
             # A rate that is given says all there is about attention.
             fixed_s = rates.cpu_line.fixed_s if cpu_rate is None else rates.team.hand_over_s
             cpu_rate = cpu_rate or model.layer_token_bytes / rates.cpu_line.token_s
@@ -172,28 +220,42 @@ def _note(cpu_given: bool, link_given: bool, has_gpu: bool) -> str:
     )
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    findings = examine(redo=arguments.redo_probes)
+def _doctor(arguments: argparse.Namespace) -> Answer:
+    findings, lines = examine(redo=arguments.redo_probes), []
     for finding in findings:
-        print(f"{'ok  ' if finding.advice is None else 'LOOK'} {finding.what}: {finding.found}")
+        lines.append(f"{'ok  ' if finding.advice is None else 'LOOK'} {finding.what}: {finding.found}")
         if finding.advice is not None:
-            print(f"     {finding.advice}")
-    return int(any(finding.advice is not None for finding in findings))
+            lines.append(f"     {finding.advice}")
+    return lines, int(any(finding.advice is not None for finding in findings))
 
 
-def _trace(arguments: argparse.Namespace) -> int:
+def _trace(arguments: argparse.Namespace) -> Answer:
     steps, note = read_trace(arguments.file)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
-    print(summary(steps))
+    out: Path = arguments.out
     try:
-        if arguments.out.exists() and arguments.out.samefile(arguments.file):
-            raise ConfigError(f"--out: asked {str(arguments.out)!r}, which is the trace itself")
-        arguments.out.write_text(trace_svg(steps), encoding="utf-8")
+        if out.is_file() and is_trace(out):
+            what = "the trace itself" if out.samefile(arguments.file) else "a trace"
+            raise ConfigError(f"--out: asked {str(out)!r}, which is {what}")
+        _replace(out, trace_svg(steps))
     except OSError as error:
-        raise ConfigError(f"--out: {arguments.out} cannot be written: {error.strerror}") from error
-    print(f"plotted in {arguments.out}")
-    return 0
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
+    return [summary(steps), f"plotted in {out}"], 0
+
+
+def _replace(path: Path, text: str) -> None:
+    """All or nothing: a picture that is there stays until the new one is whole."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")  # a device, or an error
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import cpu_attn
 from cpu_attn.bench_inputs import WAIT_S, fill_random, paged_kv_of
 from cpu_attn.probe import huge_buffer
 from sglang_inplacekv.arena import host_memory_available
+from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.cores import make_team
 from sglang_inplacekv.planning import ModelKV
 from sglang_inplacekv.queued_copies import QueuedCopies
@@ -118,7 +119,16 @@ def _memory(team: cpu_attn.Executor, page_bytes: int, total_bytes: int) -> tuple
     """Random, of whole calls, and the pages of one."""
     pages = max(1, min(_CALL_BYTES, total_bytes) // page_bytes)
     call_bytes = pages * page_bytes
-    memory = huge_buffer(call_bytes * max(1, total_bytes // call_bytes), team)
+    size = call_bytes * max(1, total_bytes // call_bytes)
+    try:
+        if size > host_memory_available():
+            raise MemoryError
+        memory = huge_buffer(size, team)
+    except (MemoryError, OSError) as error:
+        raise ConfigError(
+            f"--page-size: probing takes {size / 1e9:.2f} GB of host memory, of which a layer of a page is "
+            f"{page_bytes / 1e9:.2f}, and there is too little: possible are smaller pages"
+        ) from error
     fill_random(memory, team)
     return memory, pages
 

@@ -126,6 +126,11 @@ class Prediction:
         return self.batch / self.step_s if self.step_s else float("inf")
 
 
+def with_rest(cpu: Line, rest_s: float, model: ModelKV) -> Line:
+    """The CPU's line with what a layer takes beside attention, which nothing of it can hide: it goes on with the answer."""
+    return Line(cpu.fixed_s + rest_s / model.shape.layers, cpu.token_s)
+
+
 def predict(
     model: ModelKV, cpu: Line, transfer: Line, batch: int, context: int, device_bytes: int, rest_s: float
 ) -> Prediction:
@@ -139,7 +144,7 @@ def predict(
     host_pages = pages - min(pages, device_bytes // model.shape.page_bytes)
     tokens, layers = host_pages * size, model.shape.layers
 
-    cpu = Line(cpu.fixed_s + rest_s / layers, cpu.token_s)
+    cpu = with_rest(cpu, rest_s, model)
 
     def step(share: float) -> float:
         start_s = STEP_START_S if tokens else 0.0

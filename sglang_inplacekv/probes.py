@@ -39,7 +39,8 @@ from sglang_inplacekv.topology import cpu_model
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-_MOST = 1e15  # bytes a second, or seconds
+_MOST_BYTES_S = 1e15
+_LEAST_S, _MOST_S = 1e-14, 60.0
 _GIB = 2**30
 _TURN_S = 30.0  # more than a dozen servers take one after the other
 _POLL_S = 0.05
@@ -259,35 +260,40 @@ def _load(path: Path, key: Mapping[str, Any]) -> HostRates | None:
 def _check(found: HostRates, key: Mapping[str, Any]) -> None:
     """Raises ValueError unless the numbers may be those of a host with this key."""
     teams, attention, has_model = found.teams, found.attention, key["model"] is not None
-    rates: list[Any] = [rate for each in teams for rate in (each.read_bytes_s, each.hand_over_s)]
-    of_model, of_link = [each.token_s for each in teams], [found.link_bytes_s]
-    threads, possible = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
+    possible = [_is_rate(each.read_bytes_s) and _is_time(each.hand_over_s) for each in teams]
+    of_model, of_link = [(each.token_s, _is_time) for each in teams], [(found.link_bytes_s, _is_rate)]
+    threads, cores = [each.threads for each in teams], range(1, len(key["cores"]) + 1)
     if attention is not None:
-        of_model.append(attention.token_s)
-        of_link.append(attention.link_bytes_s)
+        of_model.append((attention.token_s, _is_time))
+        of_link.append((attention.link_bytes_s, _is_rate))
         threads.append(attention.threads)
-    nothing: list[Any] = []
+        possible.append(
+            _is_time(attention.fixed_s) or (_is_number(attention.fixed_s) and not attention.fixed_s)
+        )
     for numbers, measured in ((of_model, has_model), (of_link, key["gpu"] is not None)):
-        (rates if measured else nothing).extend(numbers)
+        possible += [is_possible(value) if measured else value is None for value, is_possible in numbers]
     if (
         not teams
         or has_model != (attention is not None)
-        or not all(map(_is_rate, rates))
-        or any(each is not None for each in nothing)
-        or not all(type(n) is int and n in possible for n in threads)
-        or (attention is not None and not (_is_rate(attention.fixed_s) or _is_zero(attention.fixed_s)))
+        or not all(possible)
+        or not all(type(n) is int and n in cores for n in threads)
     ):
         raise ValueError("its numbers are no rates of this host")
     if attention is not None and attention.threads != found.team.threads:
         raise ValueError("its attention is not that of the team it chooses")
 
 
-def _is_zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < _MOST
+    return _is_number(value) and 0 < value < _MOST_BYTES_S
+
+
+def _is_time(value: Any) -> bool:
+    """Of a call, or of a token of a layer, which is tens of bytes at least."""
+    return _is_number(value) and _LEAST_S < value < _MOST_S
 
 
 def _make(folder: Path) -> None:

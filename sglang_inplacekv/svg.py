@@ -42,7 +42,7 @@ class Chart:
         for tick in ticks:
             at = self.px(tick)
             self._line(at, self._top, at, self._bottom, GRID)
-            self._text(at, self._bottom + 18, f"{tick:g}")
+            self._text(at, self._bottom + 18, _label(tick))
         self._line(self._left, self._bottom, self._right, self._bottom, INK)
         self._text((self._left + self._right) / 2, self.height - 12, label)
 
@@ -50,7 +50,7 @@ class Chart:
         for tick in ticks:
             at = self.py(tick)
             self._line(self._left, at, self._right, at, GRID)
-            self._text(self._left - 8, at + 4, f"{tick:g}", anchor="end")
+            self._text(self._left - 8, at + 4, _label(tick), anchor="end")
         self._line(self._left, self._top, self._left, self._bottom, INK)
         middle = (self._top + self._bottom) / 2
         self._text(18, middle, label, extra=f' transform="rotate(-90 18 {middle:.1f})"')
@@ -153,8 +153,22 @@ def stacked(charts: Sequence[Chart]) -> str:
     return "\n".join((head, *parts, "</svg>")) + "\n"
 
 
+def _label(tick: float) -> str:
+    return f"{tick:.10g}"  # a million in digits, and 0.1 + 0.2 as 0.3
+
+
 def ticks(top: float, count: int = 5) -> list[float]:
     """From 0 in round steps up to the first that is no less than `top`; about `count` of them."""
-    power = 10.0 ** math.floor(math.log10(top / count))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor * count >= top)
+    step = _round_step(top, count)
     return [step * index for index in range(math.ceil(top / step) + 1)]
+
+
+def ticks_between(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, which is more; about `count` of them."""
+    step = _round_step(high - low, count)
+    return [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _round_step(span: float, count: int) -> float:
+    power = 10.0 ** math.floor(math.log10(span / count))
+    return next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor * count >= span)

@@ -45,6 +45,7 @@ class TracedStep:
 
 
 _TYPES = {field.name: int if field.type == "int" else float for field in fields(TracedStep)}
+_SHARES = ("target", "effective")
 _LINE_BYTES = 4096  # more than a line has
 
 
@@ -153,6 +154,12 @@ def _refusal(path: Path, why: str) -> ConfigError:
     )
 
 
+def is_trace(path: Path) -> bool:
+    """Whether the file begins as a trace does. Raises OSError."""
+    with path.open("rb") as file:
+        return not isinstance(_parse(file.readline(_LINE_BYTES)), str)
+
+
 def read_trace(path: Path) -> tuple[list[TracedStep], str | None]:
     """The steps of a trace, at least one, and a note where it ends in the middle of a line.
 
@@ -170,6 +177,8 @@ def read_trace(path: Path) -> tuple[list[TracedStep], str | None]:
             raise ConfigError(f"{path}, line {number}: {step}")
         if steps and step.step <= steps[-1].step:
             raise ConfigError(f"{path}, line {number}: step {step.step} after step {steps[-1].step}")
+        if steps and step.at_s < steps[-1].at_s:
+            raise ConfigError(f"{path}, line {number}: it begins before step {steps[-1].step}")
         steps.append(step)
     if last:
         note = f"{path} ends in the middle of line {len(lines) + 1}, which is left out"
@@ -187,9 +196,13 @@ def _parse(line: bytes) -> TracedStep | str:
     if not isinstance(values, dict):
         return f"a {type(values).__name__}, possible is an object"
     for name, kind in _TYPES.items():
-        value = values.get(name)
+        if name not in values:
+            return f"no {name}"
+        value = values[name]
         if isinstance(value, bool) or not isinstance(value, int | kind):
             return f"{name} is {str(value)[:40]!r}, possible is a {'whole ' if kind is int else ''}number"
         if not 0 <= value < 2**63:  # NaN neither
             return f"{name} is {str(value)[:40]}, possible is a number from 0 to 2**63"
+        if name in _SHARES and value > 1:
+            return f"{name} is {value:g}, possible is a share from 0 to 1"
     return TracedStep(**{name: values[name] for name in _TYPES})

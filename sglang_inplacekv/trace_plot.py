@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_inplacekv.svg import COLOURS, INK, Chart, stacked, ticks
+from sglang_inplacekv.svg import COLOURS, INK, Chart, stacked, ticks, ticks_between
 from sglang_inplacekv.trace import TracedStep
 
 _MOST_POINTS = 600  # of a curve: about one for each pixel that it is wide
@@ -52,7 +52,7 @@ def trace_svg(steps: Sequence[TracedStep]) -> str:
 
 def _chart(columns: _Columns, title: str, label: str, top: list[float]) -> Chart:
     chart = Chart(title, (columns.first, columns.last), (0.0, top[-1]), height=300, right=30)
-    chart.x_axis("decode step", [t for t in ticks(columns.last) if columns.first <= t <= columns.last])
+    chart.x_axis("decode step", ticks_between(columns.first, columns.last))
     chart.y_axis(label, top)
     return chart
 

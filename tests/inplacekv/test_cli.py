@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 from unittest import mock
 
 import pytest
@@ -69,6 +73,17 @@ def test_plan_of_qwen3(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 2**20 tokens of 96 KiB; the bandwidths' shares; the sum of both.
     assert row[3:5] == ["103.08", "0.62"]
     assert float(row[5]) == pytest.approx(103.08e3 / 136 + 1e3 * STEP_START_S, rel=0.01)
+
+
+def test_the_cpu_pays_from_where_the_rows_say_so(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rest of a step too: the header and the rows are of the same lines."""
+    plan = ["plan", "--model", str(qwen3), *RATES, "--batch", "1", "--page-size", "2", "--step-ms", "20"]
+    assert cli.main([*plan, "--context", "1"]) == 0
+    first = int(capsys.readouterr().out.split("the CPU pays from ")[1].split()[0])
+    assert first > 10_000
+    assert cli.main([*plan, "--context", f"{first * 9 // 10},{first * 11 // 10}"]) == 0
+    below, above = (line.split()[4] for line in capsys.readouterr().out.splitlines()[2:4])
+    assert float(below) == 0.0 < float(above)
 
 
 def test_what_fits_the_gpu_is_not_on_the_host(qwen3: Path) -> None:
@@ -138,6 +153,19 @@ def test_plan_of_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "error: --model: its config.json has no head_dim\n"
 
 
+@pytest.mark.parametrize(
+    "given", [["--cpu-gbps", "x"], ["--link-gbps", "50"], ["--step-ms", "5"], ["--redo-probes"]]
+)
+def test_rates_are_of_no_use_with_deepseek_v4(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLASH), encoding="utf-8")
+    assert cli.main(["plan", "--model", str(tmp_path), *given]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {given[0]}: possible with a DeepSeek-V4 is none")
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])
 def test_plan_measures_the_cpu(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny(kind, checkpoint_path(f"tiny-{kind}"))
@@ -149,13 +177,16 @@ def test_plan_measures_the_cpu(kind: str, capsys: pytest.CaptureFixture[str]) ->
 def test_plan_measures_once(
     qwen3: Path, probed: list[ModelKV | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = ["plan", "--model", str(qwen3), "--link-gbps", "52"]
+    plan, kept = ["plan", "--model", str(qwen3), "--link-gbps", "52"], []
     for extra, probes_made in (([], 1), ([], 1), (["--redo-probes"], 2), (["--cpu-gbps", "70"], 2)):
         assert cli.main([*plan, *extra]) == 0
         assert len(probed) == probes_made
         given = "--cpu-gbps" in extra
         told = "70.0 GB/s" if given else "75.0 GB/s and 110 us a layer"
-        assert f"CPU attention {told}" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"CPU attention {told}" in out
+        kept.append("--redo-probes measures anew" in out)
+    assert kept == [False, True, False, False]
     assert probed[0] == read_model(qwen3, 256)
 
 
@@ -233,16 +264,19 @@ def test_doctor_on_topology() -> None:
         ),
         (
             ["--cpu-gbps", "-1", "--link-gbps", "1"],
-            "--cpu-gbps: asked '-1', possible is a number from 0.001 to 1e+06",
+            "--cpu-gbps: asked '-1', possible is a number from 0.001 to 1000000",
         ),
         (
             ["--cpu-gbps", "1", "--link-gbps", "nan"],
-            "--link-gbps: asked 'nan', possible is a number from 0.001 to 1e+06",
+            "--link-gbps: asked 'nan', possible is a number from 0.001 to 1000000",
         ),
         (["--page-size", "1", *RATES], "--page-size: asked '1', possible is a whole number from 2 to 65536"),
-        (["--context", "8k", *RATES], "--context: asked '8k', possible is a whole number from 1 to 1e+09"),
-        (["--batch", "4,", *RATES], "--batch: asked '', possible is a whole number from 1 to 1e+09"),
-        (["--step-ms", "inf", *RATES], "--step-ms: asked 'inf', possible is a number from 0 to 1e+06"),
+        (
+            ["--context", "8k", *RATES],
+            "--context: asked '8k', possible is a whole number from 1 to 1000000000",
+        ),
+        (["--batch", "4,", *RATES], "--batch: asked '', possible is a whole number from 1 to 1000000000"),
+        (["--step-ms", "inf", *RATES], "--step-ms: asked 'inf', possible is a number from 0 to 1000000"),
         *[
             (
                 ["--gpu-memory", text, *RATES],
@@ -258,6 +292,59 @@ def test_bad_input_gets_one_line(
     model = [] if "--model" in arguments else ["--model", str(qwen3)]
     assert cli.main(["plan", *model, *arguments]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_what_the_parser_refuses_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["plan"], ["plan", "--model", ".", "--gpu-memory", "-4GB"], ["grow"]):
+        assert cli.main(arguments) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and "--help tells what is possible" in err and err.count("\n") == 1
+
+
+def test_probes_of_nothing_are_refused(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", str(qwen3), *RATES, "--redo-probes"]) == 2
+    assert capsys.readouterr().err.startswith("error: --redo-probes: possible is none beside both rates")
+
+
+def test_an_interrupt_says_nothing(
+    qwen3: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "read_model", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def gone() -> Iterator[TextIO]:
+    """A pipe whose reader has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as file:
+        yield file
+
+
+def test_a_reader_that_has_gone_is_no_error(
+    qwen3: Path, gone: TextIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", gone)
+    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 0
+    gone.flush()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_behind_standard_output(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 2
+    line = "error: standard output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == line
+
+
+def test_no_standard_output(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a link to measure")

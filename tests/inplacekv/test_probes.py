@@ -268,6 +268,8 @@ def _change(path: Path, **values: object) -> None:
                 {"token_s": 0.0},
                 {"token_s": None},
                 {"token_s": float("inf")},
+                {"token_s": 1e-300},
+                {"token_s": 1e14},
                 {"fixed_s": -1e-9},
                 {"fixed_s": False},
                 {"fixed_s": float("nan")},
@@ -290,6 +292,16 @@ def test_a_file_that_is_not_ours_is_measured_again_with_one_line(
     assert measured.calls == 2
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{path} is measured again: ") and "\n" not in record.getMessage()
+
+
+def test_pages_that_memory_does_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = dataclasses.replace(GQA, shape=dataclasses.replace(GQA.shape, page_size=2**20))
+    page = large.layer_token_bytes * 2**20
+    monkeypatch.setattr(host_rates, "host_memory_available", lambda: page - 1)
+    with pytest.raises(
+        ConfigError, match=rf"^--page-size: .* of a page is {page / 1e9:.2f}, and there is too"
+    ):
+        probes.measure_rates([1], large, "cpu")
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null"])

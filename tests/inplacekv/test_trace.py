@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -183,7 +184,7 @@ def line(**values) -> str:
         ("[" * 100_000 + "\n", ", line 1: no JSON"),
         ("[]\n", ", line 1: a list, possible is an object"),
         (line() + '{"step"\n' + line(step=2), ", line 2: no JSON"),
-        ("{}\n", ", line 1: step is 'None', possible is a whole number"),
+        ("{}\n", ", line 1: no step"),
         (line(C=1.5), ", line 1: C is '1.5', possible is a whole number"),
         (line(C=True), ", line 1: C is 'True', possible is a whole number"),
         (line(target="x"), ", line 1: target is 'x', possible is a number"),
@@ -191,6 +192,8 @@ def line(**values) -> str:
         (line(wall_s=-1), ", line 1: wall_s is -1, possible is a number from 0 to 2**63"),
         (line(step=10**400), f", line 1: step is 1{'0' * 39}, possible is a number from 0 to 2**63"),
         (line() + line(), ", line 2: step 1 after step 1"),
+        (line(at_s=2.5) + line(step=2, at_s=2.4), ", line 2: it begins before step 1"),
+        (line(effective=1.5), ", line 1: effective is 1.5, possible is a share from 0 to 1"),
     ],
 )
 def test_a_file_that_is_no_trace_gets_one_line(
@@ -221,8 +224,40 @@ def test_out_must_be_another_file_that_can_be_written(
     before = path.read_bytes()
     assert cli.main(["trace", str(path), "--out", str(path)]) == 2
     assert "which is the trace itself" in capsys.readouterr().err and path.read_bytes() == before
+    other = written(tmp_path / "other")
+    assert cli.main(["trace", str(path), "--out", str(other)]) == 2
+    assert "which is a trace\n" in capsys.readouterr().err and other.read_bytes() == before
     assert cli.main(["trace", str(path), "--out", str(tmp_path / "none/out.svg")]) == 2
     assert re.search(r"^error: --out: .*out.svg cannot be written: No such file", capsys.readouterr().err)
+
+
+def test_a_picture_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = written(tmp_path / "trace"), tmp_path / "out.svg"
+    out.write_text("the earlier one", encoding="utf-8")
+    asked = ["trace", str(path), "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        assert cli.main(asked) == 2
+    assert out.read_text(encoding="utf-8") == "the earlier one" and len(list(tmp_path.iterdir())) == 2
+    assert cli.main(asked) == 0
+    assert out.read_text(encoding="utf-8").startswith("<svg") and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_name_that_cannot_be_printed(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = written(tmp_path / "trace"), tmp_path / os.fsdecode(b"\xc3\xa9\xff.svg")
+    with open(tmp_path / "printed", "w", encoding=encoding) as printed:
+        monkeypatch.setattr(sys, "stdout", printed)
+        assert cli.main(["trace", str(path), "--out", str(out)]) == 0
+    assert out.exists() and (tmp_path / "printed").read_bytes().endswith(b"\\udcff.svg\n")
+
+
+def test_the_end_of_a_long_trace_has_numbers() -> None:
+    steps = [replace(STEP, step=n) for n in range(1_000_001, 1_000_100)]
+    texts = [element.text for element in ElementTree.fromstring(trace_svg(steps)).iter() if element.text]
+    assert {"1000020", "1000040", "1000080"} <= set(texts)
 
 
 @pytest.mark.parametrize("count", [1, 2, _MOST_POINTS + 1, 5 * _MOST_POINTS])

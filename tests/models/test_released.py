@@ -64,6 +64,19 @@ def test_fewer_layers_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert fields == RELEASED_KINDS["mixtral_8x7b"] | {"num_hidden_layers": 4}
 
 
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "file").touch()
+    for out, layers, line in (
+        ("m", ["--layers", "0"], "has 48 layers: asked 0, possible are 1 to 48"),
+        ("foreign", [], "was not made by this tool"),
+        ("foreign/file/m", [], ""),
+    ):
+        assert main(["qwen3_30b_a3b", str(tmp_path / out), *layers]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and line in err and err.count("\n") == 1
+
+
 def test_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown released model 'gpt2'; known kinds: "):
         write_config("gpt2", tmp_path / "m")
