@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,20 +24,19 @@ import cpu_attn
 from sglang_inplacekv.executors.base import Executor
 from sglang_inplacekv.executors.cuda_homes import CudaHomeWriter, FlushWriter
 from sglang_inplacekv.executors.cuda_tiles import CudaTileStream, TransferClocks, TransferTimings
+from sglang_inplacekv.executors.device_attention import DeviceAttention, InPlaceAttention
 from sglang_inplacekv.executors.dma import to_gpu
 from sglang_inplacekv.executors.flashinfer_mla import LatentAttention
 from sglang_inplacekv.executors.flashinfer_paged import (
-    KV,
     Captured,
     ChunkAttention,
     Geometry,
     PagedAttention,
     PagedCall,
-    PagedLists,
     make_workspace,
 )
 from sglang_inplacekv.executors.hand_over import HandOver
-from sglang_inplacekv.executors.host_reads import HostReads, HostReadsOfDecodes, full_pages
+from sglang_inplacekv.executors.host_reads import HostReads, HostReadsOfDecodes
 from sglang_inplacekv.executors.merge_kernel import State, fold, merge
 from sglang_inplacekv.executors.plan_fence import PlanFence
 from sglang_inplacekv.executors.prefix_gather import PrefixGather
@@ -85,14 +85,11 @@ class CudaExecutor(Executor):
         self._bounce = [torch.zeros(tile, dtype=shape.dtype, pin_memory=True) for _ in range(2)]
         self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
         self._workspace = make_workspace()
-        self._device, self._in_place = (self._paged_call("NHD") for _ in range(2))
+        self._device = DeviceAttention(regions, partial(self._paged_call, "NHD"))
+        self._in_place = InPlaceAttention(regions, self._paged_call("NHD"))
         # An extend over latent rows is SGLang's own affair.
         self._chunk = ChunkAttention(self._workspace) if shape.value_dim is None else None
         self._tile_attention: dict[str, list[PagedCall]] = {"NHD": [], "HND": []}
-        # By number of rows: what captured decodes attend D with, and the geometry they were captured for.
-        self._captured: dict[int, PagedCall] = {}
-        self._captured_pages: torch.Tensor | None = None
-        self._geometry: Geometry | None = None
         self._capturing_rows: int | None = None
         # Of what a graph reads, slots and plans of captured calls, and of all other plans.
         self._graph_fence, self._fence = PlanFence(), PlanFence()
@@ -151,7 +148,7 @@ class CudaExecutor(Executor):
             with self._graph_fence:
                 self._send_slots(plan.device_slots)
                 if graph_rows is not None:
-                    self._plan_replay(self._current)
+                    self._device.plan_replay(plan, host.row_counts, graph_rows)
 
     def _send_slots(self, slots: np.ndarray) -> None:
         """Put them where graphs read them. Rows that only fill up a captured batch write to page 0, the padding."""
@@ -195,9 +192,9 @@ class CudaExecutor(Executor):
 
     def decode_device(self, layer: int, q: torch.Tensor, scale: float) -> State:
         if self._capturing_rows is not None:
-            return self._captured_attention(q, scale).run(q, self._device_pages(layer))
+            return self._device.run_captured(layer, q, self._geometry_of(q, scale), len(self._decode_slots))
         self._plan_once(q, scale)
-        return self._device.run(q, self._device_pages(layer))
+        return self._device.run(layer, q)
 
     def decode_host(self, layer: int, q: torch.Tensor, scale: float) -> None:
         forward, hand = self._forward, self._hand_over(q)
@@ -212,9 +209,7 @@ class CudaExecutor(Executor):
                 # The team is idle, so it starts first. Later it is still at the layer before, and the GPU's work comes first.
                 signal = self._compute(layer, hand, sent, table, scale)
         if forward.in_place:
-            self._in_place.run(
-                q, self._as_paged(self.regions.arena.zero_copy_layer(layer)), hand.transferred(rows)
-            )
+            self._in_place.run(layer, q, hand.transferred(rows))
         elif forward.tiles:
             self._attend_tiles(layer, q, hand.transferred(rows), current)
         if forward.tiles:
@@ -292,33 +287,6 @@ class CudaExecutor(Executor):
             )
         return self._hand
 
-    def _captured_attention(self, q: torch.Tensor, scale: float) -> PagedCall:
-        """Attention over D for decodes of this many rows. Planned in the warm-up, for one token each, before the capture."""
-        rows, sizes = len(q), self.regions.sizes
-        if rows not in self._captured:
-            self._geometry = self._geometry_of(q, scale)
-            if self._captured_pages is None:
-                most = len(self._decode_slots) * sizes.device_tensor_pages
-                self._captured_pages = torch.zeros(most, dtype=torch.int32, device="cuda")
-            attention = self._paged_call("NHD", (rows, self._captured_pages))
-            ones = np.ones(rows, dtype=np.int32)
-            attention.plan(self._geometry, PagedLists(ones, ones, np.zeros(rows, dtype=np.int32), ones))
-            self._captured[rows] = attention
-        return self._captured[rows]
-
-    def _plan_replay(self, forward: _Forward) -> None:
-        """Plan the attention over D that the graph holds. Rows that only fill it up attend one token of the padding page."""
-        lists = self._device_lists(forward)
-        spare = np.ones(forward.rows - len(lists.row_counts), dtype=np.int32)
-        filled = PagedLists(
-            np.concatenate((lists.row_counts, spare)),
-            np.concatenate((lists.page_counts, spare)),
-            np.concatenate((lists.pages, 0 * spare)),
-            np.concatenate((lists.last_page_tokens, spare)),
-        )
-        assert self._geometry is not None
-        self._captured[forward.rows].plan(self._geometry, filled)
-
     def extend(
         self,
         layer: int,
@@ -333,7 +301,7 @@ class CudaExecutor(Executor):
         assert self._chunk is not None
         parts = [self._chunk.run(q, k.contiguous(), v.contiguous())]
         if not self._device.empty:
-            parts.append(self._device.run(q, self._device_pages(layer)))
+            parts.append(self._device.run(layer, q))
         current = torch.cuda.current_stream()
         for index, attention in enumerate(self._forward.tiles):
             parts = fold([*parts, attention.run(q, self._next_tile(layer, index, current))])
@@ -369,9 +337,9 @@ class CudaExecutor(Executor):
         if not forward.plan.is_decode and self._chunk is not None:
             self._chunk.plan(geometry, forward.host.row_counts.tolist())
         if not forward.replayed:
-            self._device.plan(geometry, self._device_lists(forward))
+            self._device.plan(geometry, forward.plan, forward.host.row_counts)
         if forward.in_place:
-            self._in_place.plan(geometry, self._in_place_lists(forward))
+            self._in_place.plan(geometry, forward.plan, forward.host.row_counts)
         if forward.plan.is_decode:
             self._hand_over(q).begin(
                 forward.rows,
@@ -397,35 +365,6 @@ class CudaExecutor(Executor):
         if index == len(pool):
             pool.append(self._paged_call(layout))
         return pool[index]
-
-    def _device_lists(self, forward: _Forward) -> PagedLists:
-        reads, size = forward.plan.reads, self.regions.sizes.page_size
-        tokens = np.array([own.device_tokens for own in reads], dtype=np.int32)
-        pages = [own.device_pages for own in reads]
-        counts = np.array([len(own) for own in pages], dtype=np.int32)
-        return PagedLists(
-            forward.host.row_counts,
-            counts,
-            np.concatenate(pages).astype(np.int32),
-            tokens - (counts - 1) * size,
-        )
-
-    def _in_place_lists(self, forward: _Forward) -> PagedLists:
-        pages = [own.transfer_pages for own in forward.plan.reads]
-        counts = np.array([len(own) for own in pages], dtype=np.int32)
-        index = self.regions.arena.zero_copy_index(np.concatenate(pages))
-        return full_pages(forward.host.row_counts, counts, index, self.regions.sizes.page_size)
-
-    def _device_pages(self, layer: int) -> KV:
-        shape = self.regions.shape
-        paged = self.regions.device_kv[layer].view(
-            shape.parts, -1, shape.page_size, shape.kv_heads, shape.head_dim
-        )
-        return self._as_paged((paged[0], paged[-1]))
-
-    def _as_paged(self, kv: tuple[torch.Tensor, torch.Tensor]) -> KV:
-        """K and V [pages, G, kv_heads, head_dim] as this model's PagedCall takes them: a latent row is its K."""
-        return kv if self.regions.shape.value_dim is None else kv[0][:, :, 0]
 
     def _next_tile(self, layer: int, index: int, current: torch.cuda.Stream) -> torch.Tensor:
         """Tile `index` of this layer as FlashInfer takes it, valid for what the current stream does from now on."""

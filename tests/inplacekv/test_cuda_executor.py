@@ -30,7 +30,7 @@ from tests.inplacekv.simulation import SimRequest, Simulation
 
 ROWS = (6, 8)  # of captured decodes
 Q_HEADS = 6  # of the simulation
-OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "host_reads", "cuda")
+OVER_FLASHINFER = ("flashinfer_paged", "flashinfer_mla", "host_reads", "device_attention", "cuda")
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple:
@@ -165,14 +165,17 @@ def executors(cuda: ModuleType) -> dict[str, type]:
         def __init__(self, regions) -> None:
             super().__init__(regions)
             self._sizes, self._graph_rows = cycle(rows for rows in (*ROWS, None) for _ in range(2)), None
+            self._geometry = None  # of what has been captured
 
         def begin_forward(self, plan, graph_rows=None) -> None:
-            if not self._captured:
+            if self._geometry is None:
                 self.reserve_rows(max(ROWS))
                 for rows in ROWS:
                     self.begin_capture(rows)
-                    shape = self.regions.shape
-                    self.decode_device(0, torch.zeros(rows, Q_HEADS, shape.head_dim), shape.head_dim**-0.5)
+                    head_dim = self.regions.shape.head_dim
+                    q = torch.zeros(rows, Q_HEADS, head_dim)
+                    self.decode_device(0, q, head_dim**-0.5)
+                    self._geometry = self._geometry_of(q, head_dim**-0.5)
             self._graph_rows = next(self._sizes) if plan.is_decode else None
             super().begin_forward(plan, self._graph_rows)
 
@@ -187,7 +190,7 @@ def executors(cuda: ModuleType) -> dict[str, type]:
                 super().decode(layer, q, scale, out)
                 return
             rows, whole = padded(q, self._graph_rows), padded(out, self._graph_rows)
-            state = self._captured[self._graph_rows].run(rows, self._device_pages(layer))
+            state = self._device.run_captured(layer, rows, self._geometry, max(ROWS))
             self.decode_host(layer, rows, scale)
             self.decode_merge(state, whole)
             out.copy_(whole[: len(out)])
