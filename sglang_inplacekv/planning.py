@@ -16,7 +16,19 @@ from sglang_inplacekv.layout import KVShape
 from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_JSON_KINDS = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
 _MOST = 10**6  # of any number in a config.json
+# Fields that ask for attention which a server refuses: model_check.py, and _check_model of server_defaults.py.
+_NOT_SERVED = (
+    "attn_logit_softcapping",
+    "attention_chunk_size",
+    "cross_attention_layers",
+    "index_topk",
+    # Of models some of whose layers are Mamba or linear attention.
+    "full_attention_interval",
+    "linear_attn_config",
+    "hybrid_override_pattern",
+)
 # Before its first layer, a step that reads host memory plans pages, tiles and the CPU's part, which one with all KV in GPU
 # memory does not: 0.5 to 1.7 ms on the host of docs/gpu.md.
 STEP_START_S = 1e-3
@@ -41,26 +53,25 @@ def read_model(folder: Path, page_size: int) -> ModelKV:
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     _check_layers(inner)
-    heads, layers = _number(inner, "num_attention_heads"), _number(inner, "num_hidden_layers")
+    _check_kv_dtype(inner, config)
+    heads, layers = number(inner, "num_attention_heads"), number(inner, "num_hidden_layers")
     width: dict[str, int]
     if inner.get("kv_lora_rank") is not None:
-        rank, rope = _number(inner, "kv_lora_rank"), _number(inner, "qk_rope_head_dim")
+        rank, rope = number(inner, "kv_lora_rank"), number(inner, "qk_rope_head_dim")
         if not cpu_attn.supports_latent(rank, rope):
-            raise _refused(f"latent rows of {rank} + {rope}", cpu_attn.LATENT_WIDTHS)
+            raise refused(f"latent rows of {rank} + {rope}", cpu_attn.LATENT_WIDTHS)
         width = {"kv_heads": 1, "head_dim": rank + rope, "value_dim": rank}
     else:
-        kv_heads = (
-            heads if inner.get("num_key_value_heads") is None else _number(inner, "num_key_value_heads")
-        )
+        kv_heads = heads if inner.get("num_key_value_heads") is None else number(inner, "num_key_value_heads")
         head_dim = (
-            _number(inner, "hidden_size") // heads
+            number(inner, "hidden_size") // heads
             if inner.get("head_dim") is None
-            else _number(inner, "head_dim")
+            else number(inner, "head_dim")
         )
         if head_dim not in cpu_attn.SUPPORTED_HEAD_DIMS:
-            raise _refused(f"head_dim {head_dim}", ", ".join(map(str, cpu_attn.SUPPORTED_HEAD_DIMS)))
+            raise refused(f"head_dim {head_dim}", ", ".join(map(str, cpu_attn.SUPPORTED_HEAD_DIMS)))
         if heads % kv_heads:
-            raise _refused(f"{heads} query heads on {kv_heads} KV heads", "a multiple of the KV heads")
+            raise refused(f"{heads} query heads on {kv_heads} KV heads", "a multiple of the KV heads")
         width = {"kv_heads": kv_heads, "head_dim": head_dim}
     shape = KVShape(layers=layers, dtype=dtype_of(inner, config), page_size=page_size, **width)
     return ModelKV(shape, heads)
@@ -68,7 +79,7 @@ def read_model(folder: Path, page_size: int) -> ModelKV:
 
 def dtype_of(inner: Mapping[str, Any], config: Mapping[str, Any]) -> torch.dtype:
     """Of the text model, `inner`, of a config. SGLang serves what is neither bf16 nor fp16 in fp16."""
-    named = inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype")
+    named = next((of[key] for of in (inner, config) for key in ("dtype", "torch_dtype") if of.get(key)), None)
     return _DTYPES.get(str(named), torch.float16)
 
 
@@ -83,30 +94,72 @@ def load_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {path} cannot be read as JSON: {type(error).__name__}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--model: {path} holds a {type(config).__name__}, possible is an object")
+        raise ConfigError(
+            f"--model: {path} holds {_JSON_KINDS.get(type(config), 'a number')}, possible is an object"
+        )
     return config
 
 
-def _number(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or not 1 <= value <= _MOST:
-        raise _refused(f"{name} {repr(value)[:40]}", f"a whole number from 1 to {_MOST}")
-    return value
+def number(config: Mapping[str, Any], name: str) -> int:
+    check_number(config, name)
+    found: int = config[name]
+    return found
+
+
+def check_number(
+    config: Mapping[str, Any], name: str, least: int = 1, most: int = _MOST, *, whole: bool = True
+) -> None:
+    """ConfigError unless it is one, which no truth value is, nor NaN."""
+    value: Any = config.get(name)
+    kinds = (int,) if whole else (int, float)
+    if type(value) not in kinds or not least <= value <= most:
+        word = "whole number" if whole else "number"
+        raise refused(f"{name} {shown(value)}", f"a {word} from {least} to {most}")
+
+
+def shown(value: object) -> str:
+    """What a config has, on one line of bounded length."""
+    return repr(value)[:40]
+
+
+def refused(asked: str, possible: str) -> ConfigError:
+    return ConfigError(f"--model: its config.json has {asked}, possible is {possible}")
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
     kinds = config.get("layer_types")
-    others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
-    window = config.get("sliding_window") and config.get("use_sliding_window") is not False
-    if inner_cap := config.get("attn_logit_softcapping"):
-        raise _refused(f"attn_logit_softcapping {str(inner_cap)[:40]}", "none")
-    if others or window:
-        found = f"layers of {', '.join(sorted(others))}" if others else "a sliding window"
-        raise _refused(found, "full attention in every layer")
+    if kinds is not None and not isinstance(kinds, list):
+        raise refused(f"layer_types {shown(kinds)}", "a list")
+    if others := [kind for kind in kinds or () if kind != "full_attention"]:
+        raise refused(f"layers of {shown(others[0])}", "full attention in every layer")
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        raise refused("a sliding window", "full attention in every layer")
+    for name in _NOT_SERVED:
+        if config.get(name):
+            raise refused(f"{name} {shown(config[name])}", "none")
 
 
-def _refused(asked: str, possible: str) -> ConfigError:
-    return ConfigError(f"--model: its config.json has {asked}, possible is {possible}")
+def _check_kv_dtype(inner: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Of a checkpoint with FP8 KV SGLang makes --kv-cache-dtype auto FP8, which a server refuses."""
+    places = (
+        config.get("quantization_config"),
+        inner.get("quantization_config"),
+        config.get("compression_config"),
+    )
+    quantised = next((place for place in places if isinstance(place, dict)), {})
+    nested = quantised.get("quantization")
+    algorithm = (nested if isinstance(nested, dict) else quantised).get("kv_cache_quant_algo")
+    if str(algorithm).upper() == "FP8" or _is_fp8(quantised.get("kv_cache_scheme"), quantised):
+        raise refused("KV of FP8 in its quantization_config", "KV of the model's dtype")
+
+
+def _is_fp8(scheme: object, quantised: Mapping[str, Any]) -> bool:
+    if not isinstance(scheme, dict) or (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        return False
+    # Of compressed-tensors' schemes SGLang ignores all but static ones with a scale a tensor.
+    return quantised.get("quant_method") != "compressed-tensors" or (
+        scheme.get("strategy") == "tensor" and scheme.get("symmetric", True) and not scheme.get("dynamic")
+    )
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def test_no_link_to_measure(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> 
         (GQA | {"num_key_value_heads": 3}, "has 4 query heads on 3 KV heads"),
         (GQA | {"kv_lora_rank": 512}, "has qk_rope_head_dim None"),
         (GQA | {"kv_lora_rank": 100, "qk_rope_head_dim": 10}, "has latent rows of 100 + 10"),
-        (GQA | {"layer_types": ["full_attention", "sliding_attention"]}, "has layers of sliding_attention"),
+        (GQA | {"layer_types": ["full_attention", "sliding_attention"]}, "has layers of 'sliding_attention'"),
         (GQA | {"sliding_window": 4096}, "has a sliding window"),
     ],
 )
