@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
 from unittest import mock
 
 import pytest
@@ -24,13 +20,6 @@ from sglang_inplacekv.roofline import Line
 from sglang_inplacekv.topology import Node, Topology
 from tests.models.v4_checkpoints import FLASH
 
-GQA = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-}
 RATES = ["--cpu-gbps", "84", "--link-gbps", "52"]
 
 
@@ -294,110 +283,15 @@ def test_bad_input_gets_one_line(
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_what_the_parser_refuses_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["plan"], ["plan", "--model", ".", "--gpu-memory", "-4GB"], ["grow"]):
-        assert cli.main(arguments) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: ") and "--help tells what is possible" in err and err.count("\n") == 1
-
-
 def test_probes_of_nothing_are_refused(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", str(qwen3), *RATES, "--redo-probes"]) == 2
     assert capsys.readouterr().err.startswith("error: --redo-probes: possible is none beside both rates")
-
-
-def test_an_interrupt_says_nothing(
-    qwen3: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "read_model", mock.Mock(side_effect=KeyboardInterrupt))
-    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 130
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.fixture
-def gone() -> Iterator[TextIO]:
-    """A pipe whose reader has gone."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w", encoding="utf-8") as file:
-        yield file
-
-
-def test_a_reader_that_has_gone_is_no_error(
-    qwen3: Path, gone: TextIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdout", gone)
-    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 0
-    gone.flush()
-    assert capsys.readouterr().err == ""
-
-
-def test_a_full_disk_behind_standard_output(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 2
-    line = "error: standard output cannot be written: No space left on device\n"
-    assert capsys.readouterr().err == line
-
-
-def test_no_standard_output(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["plan", "--model", str(qwen3), *RATES]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a link to measure")
 def test_no_link_to_measure(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", str(qwen3), "--cpu-gbps", "1"]) == 2
     assert "--link-gbps: unset, and this host has no GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("{", "cannot be read as JSON: JSONDecodeError"),
-        ("\xff", "cannot be read as JSON"),
-        ("[]", "holds a list, possible is an object"),
-        (GQA | {"num_attention_heads": None}, "has num_attention_heads None"),
-        (GQA | {"num_attention_heads": "4"}, "has num_attention_heads '4', possible is a whole number"),
-        (GQA | {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0, possible is none"),
-        (GQA | {"num_hidden_layers": 0}, "has num_hidden_layers 0"),
-        (GQA | {"head_dim": True}, "has head_dim True"),
-        (GQA | {"head_dim": -128}, "has head_dim -128"),
-        (GQA | {"head_dim": 72}, "has head_dim 72, possible is 64, 80"),
-        (GQA | {"num_key_value_heads": 0}, "has num_key_value_heads 0"),
-        (GQA | {"num_key_value_heads": 3}, "has 4 query heads on 3 KV heads"),
-        (GQA | {"kv_lora_rank": 512}, "has qk_rope_head_dim None"),
-        (GQA | {"kv_lora_rank": 100, "qk_rope_head_dim": 10}, "has latent rows of 100 + 10"),
-        (GQA | {"layer_types": ["full_attention", "sliding_attention"]}, "has layers of 'sliding_attention'"),
-        (GQA | {"sliding_window": 4096}, "has a sliding window"),
-    ],
-)
-def test_a_config_that_does_not_tell_or_is_not_served(
-    text: str | dict, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = text if isinstance(text, str) else json.dumps(text)
-    (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    assert cli.main(["plan", "--model", str(tmp_path), *RATES]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: --model: ") and line in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "kib"),
-    [
-        ({}, 2),
-        ({"dtype": "float32"}, 2),  # SGLang serves it in fp16
-        ({"head_dim": None, "hidden_size": 1024}, 4),
-        ({"num_key_value_heads": None}, 4),
-        ({"sliding_window": 4096, "use_sliding_window": False}, 2),
-        ({"text_config": GQA | {"num_hidden_layers": 4}}, 4),
-    ],
-)
-def test_configs_that_tell(fields: dict, kib: float, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GQA | fields))
-    assert read_model(tmp_path, 256).shape.token_bytes == kib * 1024
 
 
 def test_a_library_that_is_missing(qwen3: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from sglang_inplacekv.v4.planning import read_layout
 from tests.models.v4_checkpoints import FLASH
 
 GQA = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+BF16 = GQA | {"dtype": "bfloat16"}
 MLA = GQA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LATENT = "a lora_rank that is a multiple of 32 up to 512 + a multiple of 16 up to 128"
 WHOLE, REAL = "a whole number from 1 to 1000000", "a number from 0 to 1000000000"
@@ -214,3 +215,53 @@ def test_a_config_that_is_no_object(
     config: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(tmp_path, config, capsys).endswith(f"config.json holds {words}, possible is an object")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "cannot be read as JSON: JSONDecodeError"),
+        ("\xff", "cannot be read as JSON"),
+        ("[]", "holds a list, possible is an object"),
+        (BF16 | {"num_attention_heads": None}, "has num_attention_heads None"),
+        (BF16 | {"num_attention_heads": "4"}, "has num_attention_heads '4', possible is a whole number"),
+        (BF16 | {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0, possible is none"),
+        (BF16 | {"num_hidden_layers": 0}, "has num_hidden_layers 0"),
+        (BF16 | {"head_dim": True}, "has head_dim True"),
+        (BF16 | {"head_dim": -128}, "has head_dim -128"),
+        (BF16 | {"head_dim": 72}, "has head_dim 72, possible is 64, 80"),
+        (BF16 | {"num_key_value_heads": 0}, "has num_key_value_heads 0"),
+        (BF16 | {"num_key_value_heads": 3}, "has 4 query heads on 3 KV heads"),
+        (BF16 | {"kv_lora_rank": 512}, "has qk_rope_head_dim None"),
+        (BF16 | {"kv_lora_rank": 100, "qk_rope_head_dim": 10}, "has latent rows of 100 + 10"),
+        (
+            BF16 | {"layer_types": ["full_attention", "sliding_attention"]},
+            "has layers of 'sliding_attention'",
+        ),
+        (BF16 | {"sliding_window": 4096}, "has a sliding window"),
+    ],
+)
+def test_a_config_that_does_not_tell_or_is_not_served(
+    text: str | dict, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text if isinstance(text, str) else json.dumps(text)
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert cli.main(["plan", "--model", str(tmp_path), "--cpu-gbps", "84", "--link-gbps", "52"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --model: ") and line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kib"),
+    [
+        ({}, 2),
+        ({"dtype": "float32"}, 2),  # SGLang serves it in fp16
+        ({"head_dim": None, "hidden_size": 1024}, 4),
+        ({"num_key_value_heads": None}, 4),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 2),
+        ({"text_config": BF16 | {"num_hidden_layers": 4}}, 4),
+    ],
+)
+def test_configs_that_tell(fields: dict, kib: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BF16 | fields))
+    assert read_model(tmp_path, 256).shape.token_bytes == kib * 1024
