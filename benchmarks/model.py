@@ -16,11 +16,10 @@ PAGE_TOKENS = 256  # on our side
 
 
 def model_folder(out: Path, layers: int | None, kind: str = KIND) -> Path:
-    """Write a released model's config.json under `out`, with positions up to CONTEXT_TOKENS, and return its folder."""
+    """Write a released model's config.json under `out`, with CONTEXT_TOKENS positions at least, and return its folder."""
     folder = write_config(kind, out / f"{kind}-{layers or 'whole'}", layers=layers)
     config = folder / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(
-        json.dumps(fields | {"max_position_embeddings": CONTEXT_TOKENS}, indent=2), encoding="utf-8"
-    )
+    fields["max_position_embeddings"] = max(CONTEXT_TOKENS, fields["max_position_embeddings"])
+    config.write_text(json.dumps(fields, indent=2), encoding="utf-8")
     return folder
