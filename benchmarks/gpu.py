@@ -1,7 +1,7 @@
 """The measurements of a GPU host: `python -m benchmarks.gpu --out DIR`.
 
-Each server configuration runs in a process of its own (57 GB of weights each), one after the other; what one of them fails at
-does not touch the others. Results: DIR/parts as they come, DIR/<benchmark>.json and the tables at the end, DIR/logs.
+Each server configuration runs in a process of its own (up to 93 GB of weights each), one after the other; what one of them
+fails at does not touch the others. Results: DIR/parts as they come, DIR/<benchmark>.json and the tables at the end, DIR/logs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
         "--only", type=_names(BENCHMARKS), default=BENCHMARKS, help=f"of {', '.join(BENCHMARKS)}"
     )
     parser.add_argument("--servers", type=_names(names), default=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--layers", type=int, help="layers of the model, fewer than its 48")
+    parser.add_argument("--layers", type=int, help="layers of each model, fewer than it has")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shares and repetitions")
     parser.add_argument("--budget-s", type=float, default=1500.0, help="stop in time (default %(default)s)")
     return parser.parse_args()

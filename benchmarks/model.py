@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sglang_inplacekv.models import write_config
+from sglang_inplacekv.models import RELEASED_KINDS, write_config
 
 KIND = "qwen3_30b_a3b"
 LAYERS = 48
@@ -16,7 +16,12 @@ PAGE_TOKENS = 256  # on our side
 
 
 def model_folder(out: Path, layers: int | None, kind: str = KIND) -> Path:
-    """Write a released model's config.json under `out`, with CONTEXT_TOKENS positions at least, and return its folder."""
+    """Write a released model's config.json under `out`, with CONTEXT_TOKENS positions at least, and return its folder.
+
+    layers: at most so many; None means all that it has.
+    """
+    if layers is not None:
+        layers = min(layers, RELEASED_KINDS[kind]["num_hidden_layers"])
     folder = write_config(kind, out / f"{kind}-{layers or 'whole'}", layers=layers)
     config = folder / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_inplacekv.models import write_config
-from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model
+from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model, with_rest
 from sglang_inplacekv.probes import HostRates, measure_rates
 from sglang_inplacekv.roofline import Line
 
@@ -36,7 +36,7 @@ class Planned:
     @property
     def fixed_s(self) -> float:
         """What a layer takes beside the CPU's attention."""
-        return self.cpu.fixed_s + self.rest_s / self.model.shape.layers
+        return with_rest(self.cpu, self.rest_s, self.model).fixed_s
 
     def gbps(self, line: Line) -> float:
         return self.model.layer_token_bytes / line.token_s / 1e9
@@ -95,7 +95,4 @@ def device_name() -> str:
 
 def lines_of(rates: HostRates, model: ModelKV) -> tuple[Line, Line]:
     """CPU and link, as `inplacekv plan` takes them."""
-    has_link = rates.link_bytes_s is not None
-    return rates.cpu_line, rates.link_line(model) if has_link else Line(
-        0.0, model.layer_token_bytes / _ASSUMED_LINK
-    )
+    return rates.lines(model) or (rates.cpu_line, Line(0.0, model.layer_token_bytes / _ASSUMED_LINK))

@@ -121,8 +121,8 @@ def _foretold(rows: list[dict]) -> str:
     )  # fmt: skip
     table = [
         (
-            row["case"], row["layers"], row["predicted_share"], row["share"], row["resident_ms"], row["predicted_ms"],
-            row["step_ms"], row["predicted_ms"] / row["step_ms"].median,
+            row["case"], row["layers"], row["predicted_share"], row["controlled_share"], row["resident_ms"],
+            row["predicted_ms"], row["step_ms"], row["predicted_ms"] / row["step_ms"].median,
         )
         for row in rows
     ]  # fmt: skip

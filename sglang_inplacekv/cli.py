@@ -40,10 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(lines)
         return code
     except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _complain(text: str) -> None:
+    if sys.stderr is not None:  # else print would take standard output
+        print(text, file=sys.stderr)
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -121,7 +126,7 @@ def _numbers(option: str, text: str) -> list[int]:
 def _plan(arguments: argparse.Namespace) -> Answer:
     batches = _numbers("--batch", arguments.batch)
     contexts = _numbers("--context", arguments.context)
-    rest_s = _number("--step-ms", arguments.step_ms or "0", 0, 1e6) / 1e3
+    rest_s = _number("--step-ms", "0" if arguments.step_ms is None else arguments.step_ms, 0, 1e6) / 1e3
     device_bytes = parse_bytes("--gpu-memory", arguments.gpu_memory)
     page_size = _number("--page-size", arguments.page_size, *_PAGE_SIZES, int)
     v4 = read_layout(arguments.model, page_size)
@@ -192,7 +197,7 @@ def _lines(model: ModelKV, arguments: argparse.Namespace) -> tuple[Line, Line, s
         else:
             rates = host_rates(model, device, redo=arguments.redo_probes)
             if rates.kept:
-                note += " An earlier run measured it; --redo-probes measures anew."
+                note += " Kept from an earlier run; --redo-probes measures anew."
             # A rate that is given says all there is about attention.
             fixed_s = rates.cpu_line.fixed_s if cpu_rate is None else rates.team.hand_over_s
             cpu_rate = cpu_rate or model.layer_token_bytes / rates.cpu_line.token_s
@@ -232,30 +237,16 @@ def _doctor(arguments: argparse.Namespace) -> Answer:
 def _trace(arguments: argparse.Namespace) -> Answer:
     steps, note = read_trace(arguments.file)
     if note is not None:
-        print(f"note: {note}", file=sys.stderr)
+        _complain(f"note: {note}")
     out: Path = arguments.out
     try:
         if out.is_file() and is_trace(out):
             what = "the trace itself" if out.samefile(arguments.file) else "a trace"
             raise ConfigError(f"--out: asked {str(out)!r}, which is {what}")
-        _replace(out, trace_svg(steps))
+        out.write_text(trace_svg(steps), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
     return [summary(steps), f"plotted in {out}"], 0
-
-
-def _replace(path: Path, text: str) -> None:
-    """All or nothing: a picture that is there stays until the new one is whole."""
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")  # a device, or an error
-        return
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -120,15 +120,13 @@ def _memory(team: cpu_attn.Executor, page_bytes: int, total_bytes: int) -> tuple
     pages = max(1, min(_CALL_BYTES, total_bytes) // page_bytes)
     call_bytes = pages * page_bytes
     size = call_bytes * max(1, total_bytes // call_bytes)
-    try:
-        if size > host_memory_available():
-            raise MemoryError
-        memory = huge_buffer(size, team)
-    except (MemoryError, OSError) as error:
+    left = host_memory_available()
+    if size > max(left, total_bytes):
         raise ConfigError(
-            f"--page-size: probing takes {size / 1e9:.2f} GB of host memory, of which a layer of a page is "
-            f"{page_bytes / 1e9:.2f}, and there is too little: possible are smaller pages"
-        ) from error
+            f"--page-size: probes need a page, of which a layer takes {page_bytes / 1e9:.2f} GB, and this host has "
+            f"{left / 1e9:.2f} GB of memory left: possible are smaller pages"
+        )
+    memory = huge_buffer(size, team)
     fill_random(memory, team)
     return memory, pages
 

@@ -156,9 +156,13 @@ def _check_kv_dtype(inner: Mapping[str, Any], config: Mapping[str, Any]) -> None
 def _is_fp8(scheme: object, quantised: Mapping[str, Any]) -> bool:
     if not isinstance(scheme, dict) or (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
         return False
-    # Of compressed-tensors' schemes SGLang ignores all but static ones with a scale a tensor.
-    return quantised.get("quant_method") != "compressed-tensors" or (
-        scheme.get("strategy") == "tensor" and scheme.get("symmetric", True) and not scheme.get("dynamic")
+    # Of compressed-tensors' schemes SGLang ignores all but static ones with a scale a tensor; others but ModelOpt's, all.
+    method = str(quantised.get("quant_method") or "modelopt")
+    return method.startswith("modelopt") or (
+        method == "compressed-tensors"
+        and (
+            scheme.get("strategy") == "tensor" and scheme.get("symmetric", True) and not scheme.get("dynamic")
+        )
     )
 
 

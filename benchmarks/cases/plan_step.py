@@ -29,7 +29,7 @@ def compare(part, scale, decoder: Decoder, planned: Planned, shape: Shape) -> No
         layers=planned.model.shape.layers,
         host_bytes=predicted.host_bytes,
         predicted_share=predicted.share,
-        share=settled(steps),
+        controlled_share=settled(steps),
         predicted_ms=1e3 * predicted.step_s,
         step_ms=step_ms(steps),
         resident_ms=1e3 * planned.rest_s,

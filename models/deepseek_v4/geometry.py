@@ -27,7 +27,7 @@ _FIXED = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-_SAME_NAME = (
+SAME_NAME = (
     "vocab_size",
     "hidden_size",
     "num_attention_heads",
@@ -120,7 +120,7 @@ class V4Geometry:
         ratios = _ratios(config, layers)
         main, compress = _rope(config)
         return cls(
-            **{name: _field(config, name) for name in _SAME_NAME},
+            **{name: _field(config, name) for name in SAME_NAME},
             rope_dim=_rope_dim(config),
             ratios=ratios,
             rope_theta=float(main["rope_theta"]),

@@ -74,6 +74,14 @@ class _Forward:
     tiles: list[PagedCall] = field(default_factory=list)
 
 
+def _paged_call(
+    workspace: torch.Tensor, lora_rank: int | None, layout: str, captured: Captured | None = None
+) -> PagedCall:
+    if lora_rank is None:
+        return PagedAttention(workspace, layout, captured)
+    return LatentAttention(workspace, lora_rank, captured)
+
+
 class CudaExecutor(Executor):
     def __init__(self, regions: Regions) -> None:
         super().__init__(regions, ("copy", "write", "flush"))
@@ -85,6 +93,7 @@ class CudaExecutor(Executor):
         self._bounce = [torch.zeros(tile, dtype=shape.dtype, pin_memory=True) for _ in range(2)]
         self._flusher = FlushWriter(regions, self._queues["flush"], self._flush_stream)
         self._workspace = make_workspace()
+        self._paged_call = partial(_paged_call, self._workspace, shape.value_dim)
         self._device = DeviceAttention(regions, partial(self._paged_call, "NHD"))
         self._in_place = InPlaceAttention(regions, self._paged_call("NHD"))
         # An extend over latent rows is SGLang's own affair.
@@ -97,12 +106,6 @@ class CudaExecutor(Executor):
         self._host_reads = HostReadsOfDecodes(regions)
         self._clocks = TransferClocks(shape.layers)
         self.reserve_rows(0)
-
-    def _paged_call(self, layout: str, captured: Captured | None = None) -> PagedCall:
-        rank = self.regions.shape.value_dim
-        if rank is None:
-            return PagedAttention(self._workspace, layout, captured)
-        return LatentAttention(self._workspace, rank, captured)
 
     def reserve_rows(self, rows: int) -> None:
         # Windows outnumber running requests, so these addresses are good for every decode there will be.

@@ -16,7 +16,7 @@ from sglang_inplacekv.step_plan import StepPlan
 
 
 class DeviceAttention:
-    """Over all pages of a forward that are homed in D, windows among them. What a graph holds is planned at each replay."""
+    """Over what a forward reads in GPU memory, D's pages and windows. What a graph holds is planned at each replay."""
 
     def __init__(self, regions: Regions, make_call: Callable[[Captured | None], PagedCall]) -> None:
         self._regions, self._make_call = regions, make_call

@@ -10,7 +10,7 @@ from typing import Any
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.models.deepseek_v4 import V4Geometry
-from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, STOCK_ARCHITECTURE
+from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, SAME_NAME, STOCK_ARCHITECTURE
 from sglang_inplacekv.planning import check_number, dtype_of, load_config, refused, shown
 from sglang_inplacekv.v4.layout import V4Layout, check_page_tokens
 
@@ -31,7 +31,7 @@ def read_layout(folder: Path, page_tokens: int) -> V4Layout | None:
 
 
 def _geometry(config: Mapping[str, Any]) -> V4Geometry:
-    """ConfigError, too, for what v4.settings.check and server_defaults refuse."""
+    """ConfigError, too, for models that v4.settings.check and server_defaults refuse whatever the flags."""
     _check_fields(config)
     try:
         geometry = V4Geometry.from_config(config)
@@ -48,7 +48,8 @@ def _geometry(config: Mapping[str, Any]) -> V4Geometry:
 
 def _check_fields(config: Mapping[str, Any]) -> None:
     """That what V4Geometry.from_config computes with is of the kind it counts on. What is missing it tells itself."""
-    for field in fields(V4Geometry):
+    own = (*SAME_NAME, "rope_theta", "compress_rope_theta")
+    for field in (field for field in fields(V4Geometry) if field.name in own):
         if field.type == "int":
             _check_if_there(config, field.name)
         elif field.type == "float":

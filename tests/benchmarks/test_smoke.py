@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import cases, gpu, plots, report
+from benchmarks.cases import plan_served
 from benchmarks.model import PAGE_TOKENS
 from benchmarks.plot_timeline import middle
 from benchmarks.prompts import Streams
@@ -26,7 +27,11 @@ from benchmarks.servers import BENCHMARKS, NONE, OURS, SERVERS, STOCK, ServerSet
 from benchmarks.stats import Spread, number, step_windows, tokens_for
 from benchmarks.trace import CPU, TRACE_FILE, Interval, common, lane_of, total
 from benchmarks.worker import Context, opened, run_benchmark
+from sglang_inplacekv.host_rates import AttentionRates, TeamRates
 from sglang_inplacekv.models import checkpoint_path, make_tiny
+from sglang_inplacekv.planning import STEP_START_S
+from sglang_inplacekv.probes import HostRates
+from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 from sglang_inplacekv.svg import ticks
 from tests.harness import Runner
 from tests.harness.lifecycle import torch_threads
@@ -61,15 +66,29 @@ def measured(name: str, server: Server | None, side: str, out: Path, scale=SMOKE
 
 
 def test_a_server_s_steps_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """As `plan` would from the same rates: a layer of 1 ms and 1 us a token, a link of 1 MB/s, that is 1 us a byte."""
+    team = TeamRates(1, 1e10, 0.0, 1e-6)
+    rates = HostRates((team,), 1e6, AttentionRates(1, 1e-3, 1e-6, 1e6), kept=True)
+    monkeypatch.setattr(plan_served, "host_rates", lambda model, device: rates)
     own = {"SGLANG_INPLACEKV_GPU_MEMORY": "128tok", "SGLANG_INPLACEKV_CPU_SHARE": "auto"}
     with tiny_server(OURS, max_total_tokens=None, extra_env=own) as server:
         part = measured("plan_served", server, OURS, tmp_path)
+        shape, sizes = server.ours.regions.shape, server.ours.regions.sizes
     assert len(part.rows) == len(SMOKE.share.served_shapes)
-    for row in part.rows:
+    for row, served in zip(part.rows, SMOKE.share.served_shapes, strict=True):
+        pages = served.batch * -(-served.context // sizes.page_size) - sizes.device_pages
+        assert row["predicted_host_bytes"] == pages * shape.page_bytes > 0
+        tokens, rest_s = pages * sizes.page_size, row["resident_ms"] / 1e3
+        cpu = Line(1e-3 + rest_s / shape.layers, 1e-6)
+        link = Line(0.0, shape.token_bytes / shape.layers / 1e6)
+        share = balanced_share(cpu, link, tokens)
+        step_s = max(rest_s, shape.layers * layer_seconds(share, cpu, link, tokens)) + STEP_START_S
+        assert row["predicted_share"] == pytest.approx(share) and share > 0.5
+        assert row["predicted_ms"] == pytest.approx(1e3 * step_s)
         assert row["step_ms"].count == SMOKE.share.plan_steps and row["step_ms"].least > 0
-        assert 0 < row["resident_ms"] <= row["predicted_ms"] and 0 < row["share"] <= 1
-        assert 0 < row["predicted_host_bytes"] == pytest.approx(row["host_bytes"], rel=0.3)
+        # It is as long as it was when it was foretold, and what has been generated.
+        assert 0 <= row["host_bytes"] - row["predicted_host_bytes"] <= shape.page_bytes
+        assert 0 < row["controlled_share"] <= 1 and row["rates_kept"]
     assert "plan / measured" in report.report([tmp_path])
 
 

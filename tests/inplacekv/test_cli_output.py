@@ -64,6 +64,13 @@ def test_a_full_disk_behind_standard_output(
     assert capsys.readouterr().err == line
 
 
-def test_no_standard_output(plan: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(plan) == 0
+def test_no_standard_output(
+    plan: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        assert cli.main(plan) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        assert cli.main(["plan"]) == 2
+    assert capsys.readouterr() == ("", "")

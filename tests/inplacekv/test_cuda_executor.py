@@ -295,17 +295,17 @@ def test_a_captured_latent_call_is_planned_again_as_sglang_plans_its_own(
 ) -> None:
     again = mock.create_autospec(flashinfer_mla_backend.fast_mla_prefill_plan)
     monkeypatch.setattr(flashinfer_mla_backend, "fast_mla_prefill_plan", again)
-    mla, wrapper = modules["flashinfer_mla"], mock.Mock()
+    mla, paged, wrapper = modules["flashinfer_mla"], modules["flashinfer_paged"], mock.Mock()
     monkeypatch.setattr(mla, "BatchMLAPagedAttentionWrapper", mock.Mock(return_value=wrapper))
     monkeypatch.setattr(mla, "MLAPlanMetadata", mock.Mock())
-    geometry = cuda.Geometry(16, 1, 576, 64, torch.bfloat16, torch.bfloat16, 0.1)
+    geometry = paged.Geometry(16, 1, 576, 64, torch.bfloat16, torch.bfloat16, 0.1)
     counts, pages = np.array([1, 2], dtype=np.int32), np.array([7, 3, 4], dtype=np.int32)
     captured = mla.LatentAttention(torch.zeros(1), 512, (2, torch.zeros(8, dtype=torch.int32)))
     plain = mla.LatentAttention(torch.zeros(1), 512)
     for call in (captured, plain):
         for last in ([5, 6], [6, 7]):
             rows = np.ones(2, dtype=np.int32)
-            call.plan(geometry, cuda.PagedLists(rows, counts, pages, np.array(last, dtype=np.int32)))
+            call.plan(geometry, paged.PagedLists(rows, counts, pages, np.array(last, dtype=np.int32)))
     assert wrapper.plan.call_count == 3 and again.call_count == 1
     bound = inspect.signature(flashinfer_mla_backend.fast_mla_prefill_plan).bind(
         *again.call_args.args, **again.call_args.kwargs

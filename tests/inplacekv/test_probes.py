@@ -299,7 +299,7 @@ def test_pages_that_memory_does_not_hold_are_refused(monkeypatch: pytest.MonkeyP
     page = large.layer_token_bytes * 2**20
     monkeypatch.setattr(host_rates, "host_memory_available", lambda: page - 1)
     with pytest.raises(
-        ConfigError, match=rf"^--page-size: .* of a page is {page / 1e9:.2f}, and there is too"
+        ConfigError, match=rf"^--page-size: .* a layer takes {page / 1e9:.2f} GB, and this host"
     ):
         probes.measure_rates([1], large, "cpu")
 

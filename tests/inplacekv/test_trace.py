@@ -231,18 +231,6 @@ def test_out_must_be_another_file_that_can_be_written(
     assert re.search(r"^error: --out: .*out.svg cannot be written: No such file", capsys.readouterr().err)
 
 
-def test_a_picture_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, out = written(tmp_path / "trace"), tmp_path / "out.svg"
-    out.write_text("the earlier one", encoding="utf-8")
-    asked = ["trace", str(path), "--out", str(out)]
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        assert cli.main(asked) == 2
-    assert out.read_text(encoding="utf-8") == "the earlier one" and len(list(tmp_path.iterdir())) == 2
-    assert cli.main(asked) == 0
-    assert out.read_text(encoding="utf-8").startswith("<svg") and len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_name_that_cannot_be_printed(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,7 +70,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     for out, layers, line in (
         ("m", ["--layers", "0"], "has 48 layers: asked 0, possible are 1 to 48"),
         ("foreign", [], "was not made by this tool"),
-        ("foreign/file/m", [], ""),
+        ("foreign/file/m", [], "File exists"),
     ):
         assert main(["qwen3_30b_a3b", str(tmp_path / out), *layers]) == 2
         err = capsys.readouterr().err
