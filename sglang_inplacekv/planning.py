@@ -13,11 +13,11 @@ import torch
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.layout import KVShape
+from sglang_inplacekv.models.config_fields import check_number, shown
 from sglang_inplacekv.roofline import Line, balanced_share, layer_seconds
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _JSON_KINDS = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-_MOST = 10**6  # of any number in a config.json
 # Fields that ask for attention which a server refuses: model_check.py, and _check_model of server_defaults.py.
 _NOT_SERVED = (
     "attn_logit_softcapping",
@@ -54,19 +54,21 @@ def read_model(folder: Path, page_size: int) -> ModelKV:
     inner = text if isinstance(text, dict) else config
     _check_layers(inner)
     _check_kv_dtype(inner, config)
-    heads, layers = number(inner, "num_attention_heads"), number(inner, "num_hidden_layers")
+    heads, layers = _number(inner, "num_attention_heads"), _number(inner, "num_hidden_layers")
     width: dict[str, int]
     if inner.get("kv_lora_rank") is not None:
-        rank, rope = number(inner, "kv_lora_rank"), number(inner, "qk_rope_head_dim")
+        rank, rope = _number(inner, "kv_lora_rank"), _number(inner, "qk_rope_head_dim")
         if not cpu_attn.supports_latent(rank, rope):
             raise refused(f"latent rows of {rank} + {rope}", cpu_attn.LATENT_WIDTHS)
         width = {"kv_heads": 1, "head_dim": rank + rope, "value_dim": rank}
     else:
-        kv_heads = heads if inner.get("num_key_value_heads") is None else number(inner, "num_key_value_heads")
+        kv_heads = (
+            heads if inner.get("num_key_value_heads") is None else _number(inner, "num_key_value_heads")
+        )
         head_dim = (
-            number(inner, "hidden_size") // heads
+            _number(inner, "hidden_size") // heads
             if inner.get("head_dim") is None
-            else number(inner, "head_dim")
+            else _number(inner, "head_dim")
         )
         if head_dim not in cpu_attn.SUPPORTED_HEAD_DIMS:
             raise refused(f"head_dim {head_dim}", ", ".join(map(str, cpu_attn.SUPPORTED_HEAD_DIMS)))
@@ -100,26 +102,13 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def number(config: Mapping[str, Any], name: str) -> int:
-    check_number(config, name)
+def _number(config: Mapping[str, Any], name: str) -> int:
+    try:
+        check_number(config, name)
+    except ValueError as error:
+        raise ConfigError(f"--model: its config.json has {error}") from None
     found: int = config[name]
     return found
-
-
-def check_number(
-    config: Mapping[str, Any], name: str, least: int = 1, most: int = _MOST, *, whole: bool = True
-) -> None:
-    """ConfigError unless it is one, which no truth value is, nor NaN."""
-    value: Any = config.get(name)
-    kinds = (int,) if whole else (int, float)
-    if type(value) not in kinds or not least <= value <= most:
-        word = "whole number" if whole else "number"
-        raise refused(f"{name} {shown(value)}", f"a {word} from {least} to {most}")
-
-
-def shown(value: object) -> str:
-    """What a config has, on one line of bounded length."""
-    return repr(value)[:40]
 
 
 def refused(asked: str, possible: str) -> ConfigError:

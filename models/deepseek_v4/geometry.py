@@ -6,8 +6,10 @@ Ratios, one a layer: 0 is a sliding window alone, 4 compressed sparse attention 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from ..config_fields import MOST_REAL, check_list, check_number, check_number_if_there, object_of
 
 STOCK_ARCHITECTURE = "DeepseekV4ForCausalLM"
 CSA_RATIO, HCA_RATIO = 4, 128
@@ -27,7 +29,7 @@ _FIXED = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-SAME_NAME = (
+_SAME_NAME = (
     "vocab_size",
     "hidden_size",
     "num_attention_heads",
@@ -112,7 +114,8 @@ class V4Geometry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> V4Geometry:
-        """From the fields of a config.json. ValueError, naming the field, if one is missing or is not computed here."""
+        """From the fields of a config.json. ValueError, naming the field, if one is missing, malformed or not computed here."""
+        _check_fields(config)
         for name, possible in _FIXED.items():
             if config.get(name, possible) != possible:
                 raise ValueError(f"{name} {config[name]!r}, possible is {possible!r}")
@@ -120,7 +123,7 @@ class V4Geometry:
         ratios = _ratios(config, layers)
         main, compress = _rope(config)
         return cls(
-            **{name: _field(config, name) for name in SAME_NAME},
+            **{name: _field(config, name) for name in _SAME_NAME},
             rope_dim=_rope_dim(config),
             ratios=ratios,
             rope_theta=float(main["rope_theta"]),
@@ -128,6 +131,36 @@ class V4Geometry:
             yarn=_yarn(compress),
             hash_layers=_hash_layers(config, layers),
         )
+
+
+def _check_fields(config: Mapping[str, Any]) -> None:
+    """That what is computed with is of the kind that is counted on. What is missing is told where it is asked for."""
+    own = (*_SAME_NAME, "rope_theta", "compress_rope_theta")
+    for field in (field for field in fields(V4Geometry) if field.name in own):
+        if field.type == "int":
+            check_number_if_there(config, field.name)
+        else:
+            check_number_if_there(config, field.name, 0, MOST_REAL, whole=False)
+    check_number_if_there(config, "num_hidden_layers")
+    check_number_if_there(config, "qk_rope_head_dim")
+    check_number_if_there(config, "num_hash_layers", 0)
+    check_number_if_there(config, "partial_rotary_factor", 0, 1, whole=False)
+    for name in ("layer_types", "compress_ratios", "mlp_layer_types"):
+        check_list(config, name)
+    object_of(config, "compress_rates")
+    _check_rope(config)
+
+
+def _check_rope(config: Mapping[str, Any]) -> None:
+    nested = object_of(config, "rope_parameters")
+    parts = [nested, object_of(config, "rope_scaling")]
+    for name in ("main", "compress"):
+        if name in nested:
+            parts.append(object_of(nested, name))
+            check_number(parts[-1], "rope_theta", 0, MOST_REAL, whole=False)
+    for part in parts:
+        for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
+            check_number_if_there(part, name, 0, MOST_REAL, whole=False)
 
 
 def _field(config: Mapping[str, Any], name: str) -> Any:
@@ -151,6 +184,8 @@ def _ratios(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         raise ValueError(f"{len(ratios)} compress ratios for num_hidden_layers {layers}")
     if strange := sorted({str(ratio) for ratio in ratios} - {"0", str(CSA_RATIO), str(HCA_RATIO)}):
         raise ValueError(f"layers of {', '.join(strange)}, possible are ratios 0, {CSA_RATIO}, {HCA_RATIO}")
+    if not all(type(ratio) is int for ratio in ratios):
+        raise ValueError("a layer ratio in quotes, possible is a number")
     return tuple(ratios)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import cpu_attn
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.models.deepseek_v4 import V4Geometry
-from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, SAME_NAME, STOCK_ARCHITECTURE
-from sglang_inplacekv.planning import check_number, dtype_of, load_config, refused, shown
+from sglang_inplacekv.models.deepseek_v4.geometry import CSA_RATIO, STOCK_ARCHITECTURE
+from sglang_inplacekv.planning import dtype_of, load_config, refused
 from sglang_inplacekv.v4.layout import V4Layout, check_page_tokens
 
-_MOST_REAL = 10**9  # of a number that need not be whole
-_YARN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 _END = 100  # signs of either end of a long message
 
 
@@ -32,66 +29,15 @@ def read_layout(folder: Path, page_tokens: int) -> V4Layout | None:
 
 def _geometry(config: Mapping[str, Any]) -> V4Geometry:
     """ConfigError, too, for models that v4.settings.check and server_defaults refuse whatever the flags."""
-    _check_fields(config)
     try:
         geometry = V4Geometry.from_config(config)
     except ValueError as error:
         raise ConfigError(f"--model: its config.json has {_bounded(str(error))}") from None
-    if not all(type(ratio) is int for ratio in geometry.ratios):
-        raise refused("a layer ratio in quotes", "a number")
     if not geometry.layers_of(CSA_RATIO):
         raise refused(f"no CSA layer, of ratio {CSA_RATIO}", "one or more")
     if not cpu_attn.supports_latent(geometry.head_dim, 0):
         raise refused(f"head_dim {geometry.head_dim}", cpu_attn.LATENT_WIDTHS)
     return geometry
-
-
-def _check_fields(config: Mapping[str, Any]) -> None:
-    """That what V4Geometry.from_config computes with is of the kind it counts on. What is missing it tells itself."""
-    own = (*SAME_NAME, "rope_theta", "compress_rope_theta")
-    for field in (field for field in fields(V4Geometry) if field.name in own):
-        if field.type == "int":
-            _check_if_there(config, field.name)
-        elif field.type == "float":
-            _check_if_there(config, field.name, 0, _MOST_REAL, whole=False)
-    _check_if_there(config, "num_hidden_layers")
-    _check_if_there(config, "qk_rope_head_dim")
-    _check_if_there(config, "num_hash_layers", 0)
-    _check_if_there(config, "partial_rotary_factor", 0, 1, whole=False)
-    for name in ("layer_types", "compress_ratios", "mlp_layer_types"):
-        _check_list(config, name)
-    _object(config, "compress_rates")
-    _check_rope(config)
-
-
-def _check_rope(config: Mapping[str, Any]) -> None:
-    nested = _object(config, "rope_parameters")
-    parts = [nested, _object(config, "rope_scaling")]
-    for name in ("main", "compress"):
-        if name in nested:
-            parts.append(_object(nested, name))
-            check_number(parts[-1], "rope_theta", 0, _MOST_REAL, whole=False)
-    for part in parts:
-        for name in _YARN:
-            _check_if_there(part, name, 0, _MOST_REAL, whole=False)
-
-
-def _check_if_there(config: Mapping[str, Any], name: str, *possible: int, whole: bool = True) -> None:
-    if config.get(name) is not None:
-        check_number(config, name, *possible, whole=whole)
-
-
-def _check_list(config: Mapping[str, Any], name: str) -> None:
-    found = config.get(name)
-    if found is not None and not (isinstance(found, list) and all(type(one) in (str, int) for one in found)):
-        raise refused(f"{name} {shown(found)}", "a list of names or whole numbers")
-
-
-def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    if found is not None and not isinstance(found, dict):
-        raise refused(f"{name} {shown(found)}", "an object")
-    return found or {}
 
 
 def _bounded(text: str) -> str:

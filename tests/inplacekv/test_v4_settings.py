@@ -69,6 +69,14 @@ def test_released_configurations_resolve(tmp_path, caplog, config) -> None:
             {"json_model_override_args": '{"n_shared_experts": 2}'},
             "its config has n_shared_experts 2, possible is 1",
         ),
+        (
+            {"json_model_override_args": '{"head_dim": "x"}'},
+            "its config has head_dim 'x', possible is a whole number from 1 to 1000000",
+        ),
+        (
+            {"json_model_override_args": '{"compress_rates": 4}'},
+            "its config has compress_rates 4, possible is an object",
+        ),
         ({"tp_size": 2}, "--tp-size: asked 2, possible with --attention-backend inplacekv is 1"),
     ],
 )
