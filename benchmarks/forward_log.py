@@ -26,7 +26,7 @@ class ForwardLog:
         def logged(spans, is_decode, **rest):
             plan = begin(spans, is_decode, **rest)
             if plan is None:  # all of it is homed in D, nothing is transferred
-                attended = {"D": sum(span.length for span in spans), "C": 0, "T": 0}
+                attended = {"D": sum(span.length for span in spans), "C": 0, "T": 0, "stolen": 0}
             else:
                 attended = plan.attended_tokens(self._page_size)
             self.forwards.append(Forward(is_decode, attended))

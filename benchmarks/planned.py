@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from sglang_inplacekv.models import write_config
 from sglang_inplacekv.planning import ModelKV, Prediction, predict, read_model, with_rest
 from sglang_inplacekv.probes import HostRates, measure_rates
 from sglang_inplacekv.roofline import Line
 
 from .decoder import LayersDecoder
-from .layers import PAGE_TOKENS, Layers
+from .layers import PAGE_TOKENS, Layers, device_type
 from .scale import Shape
 
 _ASSUMED_LINK = 10e9  # bytes a second, where there is no GPU and only the code is tried
@@ -65,7 +63,7 @@ def each_shape(
 
         def measure(shape: Shape) -> None:
             # Lines are measured for each: on a shared host, rates of a minute ago are other rates.
-            lines = lines_of(measure_rates([layers.team.threads], layers.model, device_name()), layers.model)
+            lines = lines_of(measure_rates([layers.team.threads], layers.model, device_type()), layers.model)
             compare(part, scale, decoder, Planned(kind, layers.model, *lines, rest_s), shape)
 
         for shape in shapes:
@@ -87,10 +85,6 @@ def _resident_s(model: ModelKV, scale) -> float:
     finally:
         layers.close()
     return statistics.median(seconds[_WARM_UP_STEPS:])
-
-
-def device_name() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def lines_of(rates: HostRates, model: ModelKV) -> tuple[Line, Line]:

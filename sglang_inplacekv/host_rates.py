@@ -120,8 +120,7 @@ def _memory(team: cpu_attn.Executor, page_bytes: int, total_bytes: int) -> tuple
     pages = max(1, min(_CALL_BYTES, total_bytes) // page_bytes)
     call_bytes = pages * page_bytes
     size = call_bytes * max(1, total_bytes // call_bytes)
-    left = host_memory_available()
-    if size > max(left, total_bytes):
+    if size > total_bytes and size > (left := host_memory_available()):
         raise ConfigError(
             f"--page-size: probes need a page, of which a layer takes {page_bytes / 1e9:.2f} GB, and this host has "
             f"{left / 1e9:.2f} GB of memory left: possible are smaller pages"

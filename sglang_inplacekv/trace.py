@@ -10,6 +10,7 @@ import time
 import weakref
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import BinaryIO
 
 from sglang_inplacekv.config import ConfigError
 from sglang_inplacekv.feedback import Costs
@@ -127,9 +128,8 @@ def check_path(path: Path) -> None:
         if path.is_file():
             with path.open("rb") as existing:
                 _lock(existing.fileno(), fcntl.LOCK_SH)
-                first = existing.readline(_LINE_BYTES)
                 # A training log may well begin with {"step": too.
-                if first and isinstance(_parse(first), str):
+                if path.stat().st_size and not _begins_as_trace(existing):
                     raise _refusal(path, "it exists and is no trace")
         elif path.exists():
             raise _refusal(path, "it is no regular file")
@@ -157,7 +157,11 @@ def _refusal(path: Path, why: str) -> ConfigError:
 def is_trace(path: Path) -> bool:
     """Whether the file begins as a trace does. Raises OSError."""
     with path.open("rb") as file:
-        return not isinstance(_parse(file.readline(_LINE_BYTES)), str)
+        return _begins_as_trace(file)
+
+
+def _begins_as_trace(file: BinaryIO) -> bool:
+    return not isinstance(_parse(file.readline(_LINE_BYTES)), str)
 
 
 def read_trace(path: Path) -> tuple[list[TracedStep], str | None]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from sglang_inplacekv.planning import read_model
 from sglang_inplacekv.probes import host_rates
 
-from ..planned import Planned, device_name, lines_of
+from ..layers import device_type
+from ..planned import Planned, lines_of
 from ..scale import Shape
 from ..stats import Spread, step_windows, tokens_for
 
@@ -29,7 +30,7 @@ def run(context) -> None:
     config = Path(server.runner.scheduler.server_args.model_path)
     # In the dtype that is served, which need not be the checkpoint's.
     model = replace(read_model(config, pool.page_size), shape=pool.regions.shape)
-    rates = host_rates(model, device_name())
+    rates = host_rates(model, device_type())
     planned = Planned(context.setting.kind, model, *lines_of(rates, model), rest.median / 1e3)
     for shape in scale.served_shapes:
         measure = partial(_compare, context, planned, shape, rates.kept)
@@ -69,7 +70,7 @@ def _step_ms(context, shape: Shape) -> Spread:
 
 
 def _host_tokens(attended: Mapping[str, int]) -> int:
-    return attended["C"] + attended["T"] + attended.get("stolen", 0)
+    return attended["C"] + attended["T"] + attended["stolen"]
 
 
 def _share(attended: Mapping[str, int]) -> float:

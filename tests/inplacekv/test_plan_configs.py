@@ -25,6 +25,9 @@ STATIC = {"strategy": "tensor", "symmetric": True, "dynamic": False}
 NESTED = {"main": {"rope_theta": 10000.0}, "compress": {"rope_theta": 160000.0, "rope_type": "default"}}
 
 
+RATES = ["--cpu-gbps", "84", "--link-gbps", "52"]
+
+
 def write(folder: Path, config: object) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -32,8 +35,7 @@ def write(folder: Path, config: object) -> Path:
 
 def refusal(folder: Path, config: object, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of bounded length that is all it prints, without what all of them begin with."""
-    rates = ["--cpu-gbps", "84", "--link-gbps", "52"]
-    assert cli.main(["plan", "--model", str(write(folder, config)), *rates]) == 2
+    assert cli.main(["plan", "--model", str(write(folder, config)), *RATES]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and len(err) < 300
     return err.removesuffix("\n").removeprefix("error: --model: ").removeprefix("its config.json has ")
@@ -246,7 +248,7 @@ def test_a_config_that_does_not_tell_or_is_not_served(
 ) -> None:
     text = text if isinstance(text, str) else json.dumps(text)
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    assert cli.main(["plan", "--model", str(tmp_path), "--cpu-gbps", "84", "--link-gbps", "52"]) == 2
+    assert cli.main(["plan", "--model", str(tmp_path), *RATES]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --model: ") and line in err and err.count("\n") == 1
 
